@@ -152,10 +152,11 @@ def progress(
     **kwargs,      # as tqdm takes them
 ):
     "A tqdm bar that stays readable when the output is not a terminal."
-    from tqdm import tqdm
-    from tqdm.auto import tqdm as auto
-    if not sys.stderr.isatty(): kwargs = {"mininterval": 10, "maxinterval": 30, "ascii": True, "ncols": 100, **kwargs}
-    return (auto if in_test() or sys.stderr.isatty() else tqdm)(iterable, **kwargs)
+    from tqdm import auto, std
+    live = os.environ.get("AIM_LIVE", "0" if in_test() else "")
+    if not live: kind, every = auto.tqdm, .1 if sys.stderr.isatty() else 10
+    else: kind, every = std.tqdm, .3 if live == "1" else 10
+    return kind(iterable, **{"mininterval": every, "ascii": True, "dynamic_ncols": not live, **kwargs})
 
 # %% ../nbs/00_core.ipynb #0c5dfaa3
 SWITCHES = dict(

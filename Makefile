@@ -1,0 +1,40 @@
+# make demo and make test do all the set-up they need; the second call starts at once.
+# Another interpreter: make test PYTHON=python3.12   Another place for what runs write: make demo AIM_RUNS=/big/disk/runs
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+DATASET ?= glyphs
+BUDGET ?= quick
+export OMP_WAIT_POLICY ?= PASSIVE
+export AIM_RUNS
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lab readme clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY) ## the pinned environment in .venv (the other targets call it)
+
+$(READY): constraints.txt settings.ini setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "aim_nb needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
+	@echo "setting up .venv with the pinned packages (a few minutes, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY) ## few-shot learning with SIB, SIB+Linear and SIB+AIM on glyphs, in minutes
+	@$(BIN)/aim-nb run nbs/20_fewshot.ipynb
+
+test: $(READY) ## every check: notebooks, export, README, pytest (SUITES="clean export" picks some)
+	@$(BIN)/python tests/run_suites.py $(SUITES)
+
+lab: $(READY) ## JupyterLab on the notebooks
+	@$(BIN)/jupyter lab --notebook-dir=nbs
+
+readme: $(READY) ## README.md from nbs/index.ipynb
+	@$(BIN)/python tools/readme.py
+
+clean: ## remove the environment, caches and built files (runs/ and data/ stay)
+	rm -rf .venv _docs _proc _site build dist aim_nb.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
