@@ -11,10 +11,10 @@ from torch import nn
 from .core import AimError, check_choice
 
 # %% auto #0
-__all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'pair_products', 'pair_sum', 'mix', 'Layer',
-           'check_sizes', 'check_input', 'Attentive', 'Saved', 'Gradient', 'unit', 'unit_grad', 'aim_saved',
-           'aim_gradient', 'aim_step_', 'AIM', 'count_parameters', 'twin_width', 'LinearTwin', 'linear_twin',
-           'Identity']
+__all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'pair_products', 'pair_sum', 'mix',
+           'mix_grads', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices', 'normal', 'Attentive',
+           'Saved', 'Gradient', 'unit', 'unit_grad', 'aim_saved', 'aim_gradient', 'aim_step_', 'Fused', 'AIM',
+           'count_parameters', 'twin_width', 'LinearTwin', 'linear_twin', 'Identity']
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
@@ -156,6 +156,12 @@ def mix(
     "sum over the mechanisms in use of w_bm z_b W_m: differentiable any number of times, idle mechanisms never touched."
     return _Mix.apply(3, z, W, w, None, mask)
 
+def mix_grads(z, W, w, g, mask):
+    "dL/dz and dL/dw for g = dL/d mix(z, W, w, mask); with grad mode on they can be differentiated again."
+    if torch.is_grad_enabled(): return _Mix.apply(0, None, W, w, g, mask), _Mix.apply(2, z, W, None, g, mask)
+    grads = _first_order(z, W, w, g, mask, (0, 2))
+    return grads[0], grads[2]
+
 # %% ../nbs/10_aim.ipynb #31dfc5b4
 class Layer(nn.Module):
     "What may stand between backbone and head: `forward` for autograd; `forward_saved`, `gradient`, `step_`, `snapshot`, `restore` without it."
@@ -178,22 +184,45 @@ def check_input(z, d_in, dtype):
     if not z.ndim or z.shape[-1] != d_in: raise AimError(f"The input has shape {tuple(z.shape)}, but this layer takes {d_in} features in the last dimension.")
     if z.dtype != dtype: raise AimError(f"The input is {z.dtype} and the weights are {dtype}; convert one of them, for instance with .to({dtype}).")
 
+def check_finite(score):
+    "Refuse NaN, wherever it came from: the sum of the scores tells, without a pass over the weights."
+    if torch.compiler.is_compiling(): return    # a compiled graph cannot stop to look
+    if not torch.func.debug_unwrap(score.detach()).sum().isfinite(): raise AimError("The input or the weights hold NaN or infinite values; look at what comes before AIM.")
+
 # %% ../nbs/10_aim.ipynb #429cee65
+def check_choices(M, K, l, gate, decision, select):
+    "Refuse a choice that cannot be made."
+    check_choice("gate", gate, ("sigmoid", "raw")); check_choice("decision", decision, ("hard", "soft")); check_choice("select", select, ("shared", "sample"))
+    if not isinstance(l, int) or l < 0: raise AimError(f"l={l!r} should be 0 or a positive whole number.")
+    if K > M: raise AimError(f"K={K} mechanisms cannot be chosen out of M={M}; lower K or raise M.")
+    if K + l > M: raise AimError(f"K+l={K + l} mechanisms cannot stand in the running out of M={M}; lower l or raise M.")
+    if decision == "soft" and gate == "raw": raise AimError("decision='soft' keeps scores above one half, which only gate='sigmoid' has.")
+
+def normal(*shape, sd=1., generator=None):
+    "A parameter drawn from N(0, sd^2)."
+    device = None if generator is None else generator.device
+    return nn.Parameter(torch.randn(*shape, generator=generator, device=device)*sd)
+
+# %% ../nbs/10_aim.ipynb #aa1486af
 class Attentive(Layer):
     "The parameters of AIM, and the choice they make."
-    def __init__(self, d_in, d_out, M=32, K=8, l=2, d_h=256, d_k=128, gate="sigmoid", decision="hard", select="shared", generator=None):
+    def __init__(self,
+        d_in, d_out,         # features in and out
+        M=32, K=8, l=2,      # mechanisms; how many are used; how many more stand in the running while training
+        d_h=256, d_k=128,    # length of a mechanism's own state, of keys and queries
+        gate="sigmoid",      # or raw: signed scores, key bias, output of unit length (the release's continual code)
+        decision="hard",     # or soft: every mechanism above one half
+        select="shared",     # one draw of the ranks a call, or one a `sample`
+        generator=None,      # for the initial weights
+    ):
         super().__init__()
-        check_sizes(d_in=d_in, d_out=d_out, M=M, K=K, d_h=d_h, d_k=d_k)
-        if not isinstance(l, int) or l < 0: raise AimError(f"l={l!r} should be 0 or a positive whole number.")
-        if K > M: raise AimError(f"K={K} mechanisms cannot be chosen out of M={M}; lower K or raise M.")
-        if K + l > M: raise AimError(f"K+l={K + l} mechanisms cannot stand in the running out of M={M}; lower l or raise M.")
-        check_choice("gate", gate, ("sigmoid", "raw")); check_choice("decision", decision, ("hard", "soft")); check_choice("select", select, ("shared", "sample"))
-        if decision == "soft" and gate == "raw": raise AimError("decision='soft' keeps scores above one half, which only gate='sigmoid' has.")
+        check_sizes(d_in=d_in, d_out=d_out, M=M, K=K, d_h=d_h, d_k=d_k); check_choices(M, K, l, gate, decision, select)
         self.d_in, self.d_out, self.M, self.K, self.l, self.d_h, self.d_k = d_in, d_out, M, K, l, d_h, d_k
         self.gate, self.decision, self.select = gate, decision, select
-        def normal(*shape, sd): return nn.Parameter(torch.randn(*shape, generator=generator, device=generator.device if generator is not None else None)*sd)
-        self.h = normal(M, d_h, sd=1.)
-        self.W_Q, self.W_K, self.W_M = normal(M, d_h, d_k, sd=math.sqrt(2/d_h)), normal(d_in, d_k, sd=math.sqrt(2/d_in)), normal(M, d_in, d_out, sd=math.sqrt(2/d_in))
+        self.h = normal(M, d_h, generator=generator)
+        self.W_Q = normal(M, d_h, d_k, sd=math.sqrt(2/d_h), generator=generator)
+        self.W_K = normal(d_in, d_k, sd=math.sqrt(2/d_in), generator=generator)
+        self.W_M = normal(M, d_in, d_out, sd=math.sqrt(2/d_in), generator=generator)
         self.b_K = nn.Parameter(torch.zeros_like(self.W_K[0])) if gate == "raw" else None
 
     def queries(self): return torch.bmm(self.h[:, None], self.W_Q)[:, 0]                           # q_m = h_m W^Q_m
@@ -202,13 +231,13 @@ class Attentive(Layer):
         "The gate's value for every mechanism: a sigmoid of q.k/sqrt(d_k), or q.k/sqrt(d_k) itself."
         s = k @ q.mT/math.sqrt(self.d_k)
         return s.sigmoid() if self.gate == "sigmoid" else s
-    def choose(self, a, ranks=None):
-        "The mask of the mechanisms in use."
-        return a > 0.5 if self.decision == "soft" else top_mask(a, self.K, self.l, ranks)
+    def choose(self, a, ranks=None): return a > 0.5 if self.decision == "soft" else top_mask(a, self.K, self.l, ranks)
     def attention(self, z, ranks=None):
+        "Scores and mask for every row."
         a = self.scores(self.keys(z), self.queries())
         return Attention(a, self.choose(a.detach(), ranks))
     def draw_ranks(self, generator=None, rows=None):
+        "A stochastic choice while training with l > 0 and hard decisions, else None."
         if not self.training or not self.l or self.decision == "soft": return None
         if self.select == "sample" and rows is None: raise AimError("select='sample' draws for every row: pass rows=, the number of rows.")
         return random_ranks(self.K, self.l, rows if self.select == "sample" else None, generator).to(self.h.device)
@@ -287,31 +316,18 @@ def aim_step_(aim, grad, q, lr):
     return q
 
 # %% ../nbs/10_aim.ipynb #ea4a4d50
-class AIM(Attentive):
-    "Attentive independent mechanisms: K of M linear maps for every input, chosen by attention."
-    def forward(self, z, ranks=None, generator=None, return_attention=False):
-        if torch.is_autocast_enabled(getattr(z, "device", self.h.device).type):
-            with torch.autocast(z.device.type, enabled=False): return self.forward(z.to(self.h.dtype), ranks, generator, return_attention)
-        check_input(z, self.d_in, self.h.dtype)
-        x = z.reshape(-1, self.d_in)
-        if ranks is None: ranks = self.draw_ranks(generator, len(x))
-        att = self.attention(x, ranks)
-        if not torch.func.debug_unwrap(att.score.detach()).sum().isfinite(): raise AimError("The input or the weights hold NaN or infinite values; look at what comes before AIM.")
-        y = mix(x, self.W_M, att.score, att.mask)
-        if self.gate == "raw": y = unit(y)[0]
-        y = y.reshape(*z.shape[:-1], self.d_out)
-        return (y, Attention(*(t.reshape(*z.shape[:-1], self.M) for t in att))) if return_attention else y
-
+class Fused(Attentive):
+    "AIM's fused step: no graph, no gradient buffer, idle mechanisms neither read nor written."
     def _now(self): return [(t.data_ptr(), t._version) for t in (self.h, self.W_Q)]
     def _remember(self, q):
-        self._q = q, self._now(), (self.h.detach(), self.W_Q.detach())   # the aliases keep the memory, so its address cannot be given to another tensor
+        self._q = q, self._now(), (self.h.detach(), self.W_Q.detach())   # the aliases hold the memory, so its address cannot pass to another tensor
         return q
     @torch.no_grad()
     def fused_queries(self):
         "The queries, from memory if h and W_Q have not changed."
         q, then, _ = self.__dict__.get("_q", (None, None, None))
         return q if then == self._now() else self._remember(self.queries())
-    def __getstate__(self): return {k: v for k, v in super().__getstate__().items() if k != "_q"}
+    def __getstate__(self): return {k: v for k, v in self.__dict__.items() if k != "_q"}   # a copy starts without the memory
 
     def forward_saved(self, z, ranks=None): return aim_saved(self, z, self.fused_queries(), ranks)
     def gradient(self, saved, g): return aim_gradient(self, saved, g)
@@ -328,6 +344,26 @@ class AIM(Attentive):
         for t, s in zip((self.h, self.W_Q, self.W_M), some): t.index_copy_(0, A, s)
         for t, s in zip((self.W_K, self.b_K), whole): t.copy_(s)
         self._remember(q)
+
+# %% ../nbs/10_aim.ipynb #3f5d62db
+class AIM(Fused):
+    "Attentive independent mechanisms: K of M linear maps for every input, chosen by attention."
+    def forward(self,
+        z,                      # (..., d_in)
+        ranks=None,             # positions of the ranking to use; drawn while training if None
+        generator=None,         # for that draw; None is torch's default generator
+        return_attention=False, # also give the `Attention`
+    ):
+        if torch.is_autocast_enabled(self.h.device.type):
+            with torch.autocast(self.h.device.type, enabled=False): return self.forward(z.to(self.h.dtype), ranks, generator, return_attention)
+        check_input(z, self.d_in, self.h.dtype)
+        x = z.reshape(-1, self.d_in)
+        att = self.attention(x, self.draw_ranks(generator, len(x)) if ranks is None else ranks)
+        check_finite(att.score)
+        y = mix(x, self.W_M, att.score, att.mask)
+        if self.gate == "raw": y = unit(y)[0]
+        y = y.reshape(*z.shape[:-1], self.d_out)
+        return (y, Attention(*(t.reshape(*z.shape[:-1], self.M) for t in att))) if return_attention else y
     def extra_repr(self): return f"{self.d_in} -> {self.d_out}, M={self.M}, K={self.K}, l={self.l}, gate={self.gate}, decision={self.decision}, select={self.select}"
 
 # %% ../nbs/10_aim.ipynb #b07daf91
@@ -349,7 +385,7 @@ class LinearTwin(Layer):
         super().__init__()
         check_sizes(d_in=d_in, d_out=d_out)
         self.d_in, self.d_out = d_in, d_out
-        self.W = nn.Parameter(torch.randn(d_in, d_out, generator=generator, device=generator.device if generator is not None else None)*math.sqrt(2/d_in))
+        self.W = normal(d_in, d_out, sd=math.sqrt(2/d_in), generator=generator)
     def forward(self, z, ranks=None, generator=None):
         check_input(z, self.d_in, self.W.dtype)
         return z @ self.W

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from .core import DATASETS, AimError, atomic_dir, check_choice, content_key, data_root, progress
 from .paper import class_split
 
 # %% auto #0
 __all__ = ['PARTS', 'IMAGES', 'ARRAYS', 'VERSION', 'FULL', 'DAMAGED', 'BIG', 'FORMATS', 'SUFFIXES', 'ALLOWED', 'EXPECT', 'FORMS',
-           'MINI', 'READERS', 'WAYS', 'Bank', 'plain_errors', 'write_bank', 'load_bank', 'open_files', 'decode',
-           'read_pickle', 'import_torchvision', 'official', 'find_source', 'read_omniglot', 'read_cifar100',
+           'MINI', 'READERS', 'WAYS', 'Bank', 'disk_errors', 'file_errors', 'write_bank', 'load_bank', 'open_files',
+           'decode', 'read_pickle', 'import_torchvision', 'official', 'find_source', 'read_omniglot', 'read_cifar100',
            'read_cifar_fs', 'read_mini_imagenet', 'read_folder', 'bank_dir', 'build_lock', 'prepare_bank', 'open_bank',
            'check_checksums', 'check_counts', 'check_splits', 'check_images', 'check_bank', 'list_banks']
 
@@ -26,6 +26,7 @@ IMAGES = {"train": 0, "test": 1}                                # values of `spl
 ARRAYS = {"images": "uint8", "labels": "int64", "split": "uint8"}
 VERSION = 1                                                     # of the files' format
 
+# %% ../nbs/02_banks.ipynb #31d38c8a
 @dataclass
 class Bank:
     "A dataset: its images, the class of each, and which classes are for training, validation and testing."
@@ -87,21 +88,31 @@ def _save_blocks(
 
 # %% ../nbs/02_banks.ipynb #cffd0a84
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DAMAGED = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, pickle.UnpicklingError, UnidentifiedImageError, Image.DecompressionBombError,
-           UnicodeError, csv.Error, SyntaxError, RuntimeError, NotImplementedError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError)
+DAMAGED = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, pickle.UnpicklingError, Image.DecompressionBombError, UnicodeError, csv.Error, SyntaxError,
+           RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError)
 
+# %% ../nbs/02_banks.ipynb #9eb19307
 @contextlib.contextmanager
-def plain_errors(
+def disk_errors(
     path, # the file or directory at hand
 ):
-    "Turn what goes wrong with `path` into one `AimError` that says what to do."
+    "Say in one sentence what the disk has against `path`."
     try: yield
-    except AimError: raise
     except OSError as e:
         if e.errno in FULL: raise AimError(f"The disk is full: {path} could not be written and nothing was kept; free some space or set AIM_DATA to another place.") from e
-        if e.errno is None: raise AimError(f"{path} is damaged or incomplete ({e}); delete it and get it again.") from e
+        if e.errno is None: raise  # not the disk: Pillow says this of a broken picture
         raise AimError(f"{e.filename or path}: {e.strerror}; mend that or set AIM_DATA to another place.") from e
-    except DAMAGED as e: raise AimError(f"{path} is damaged or incomplete ({type(e).__name__}: {str(e)[:80]}); delete it and get it again.") from e
+
+# %% ../nbs/02_banks.ipynb #b3954fc0
+@contextlib.contextmanager
+def file_errors(
+    path, # a file from outside
+):
+    "The same for reading, where whatever goes wrong means that the file is not what it should be."
+    try:
+        with disk_errors(path): yield
+    except AimError: raise
+    except (OSError, *DAMAGED) as e: raise AimError(f"{path} is damaged or incomplete ({type(e).__name__}: {str(e)[:80]}); delete it and get it again.") from e
 
 # %% ../nbs/02_banks.ipynb #3d0b49f6
 def _commit(ready, dir):
@@ -110,6 +121,7 @@ def _commit(ready, dir):
     for name in (*(f"{a}.npy" for a in ARRAYS), "bank.json"): os.replace(ready/name, dir/name)
     ready.rmdir()
 
+# %% ../nbs/02_banks.ipynb #a9b4c198
 def _check_parts(labels, split, class_names, splits):
     "Refuse labels and splits that do not fit together."
     used = [c for part in PARTS for c in splits[part]]
@@ -118,6 +130,21 @@ def _check_parts(labels, split, class_names, splits):
     if len(labels) != len(split) or (np.diff(labels) < 0).any(): raise AimError("Labels must ascend, and each image needs a label and a split.")
     if len(set(labels.tolist())) != len(class_names) or labels[0] < 0 or labels[-1] >= len(class_names): raise AimError("Each class needs at least one image.")
 
+# %% ../nbs/02_banks.ipynb #99111c32
+def _save_text(path, text):
+    "Write text and wait until it is on the disk."
+    with open(path, "w", encoding="utf-8") as f: f.write(text); f.flush(); os.fsync(f.fileno())
+
+# %% ../nbs/02_banks.ipynb #6bb76b29
+def _write_files(tmp, name, images, arrays, **info):
+    "The four files of a bank, in a directory of their own."
+    blocks, n = [images] if isinstance(images, np.ndarray) else images, len(arrays["labels"])
+    sha = {"images": _save_blocks(tmp/"images.npy", blocks, n, f"building {name}" if n > 5000 else "")}
+    sha |= {k: _save_blocks(tmp/f"{k}.npy", [v], n) for k, v in arrays.items()}
+    shape = np.load(tmp/"images.npy", mmap_mode="r").shape
+    _save_text(tmp/"bank.json", json.dumps(dict(format="aim_nb bank", version=VERSION, name=name, shape=shape, sha256=sha, **info), indent=1))
+
+# %% ../nbs/02_banks.ipynb #a7649846
 def write_bank(
     dir,         # where the four files go
     name,        # as the user calls the dataset
@@ -130,71 +157,62 @@ def write_bank(
     **extra,     # more to remember in bank.json
 ) -> Path:
     "Write a bank, whole or not at all."
-    dir, labels, split = Path(dir), np.asarray(labels, np.int64), np.asarray(split, np.uint8)
+    dir = Path(dir); made = not dir.exists()
+    arrays = dict(labels=np.asarray(labels, np.int64), split=np.asarray(split, np.uint8))
     splits = {p: sorted(map(int, splits[p])) for p in PARTS}
-    _check_parts(labels, split, class_names, splits)
-    made = not dir.exists()
+    _check_parts(*arrays.values(), class_names, splits)
     try:
-        with plain_errors(dir):
+        with disk_errors(dir):
             dir.mkdir(parents=True, exist_ok=True)
-            for stale in dir.glob(".*.part"): shutil.rmtree(stale)  # of a build that was killed
-            with atomic_dir(dir/".ready") as tmp:
-                blocks = [images] if isinstance(images, np.ndarray) else images
-                sha = {"images": _save_blocks(tmp/"images.npy", blocks, len(labels), f"building {name}" if len(labels) > 5000 else "")}
-                sha |= {k: _save_blocks(tmp/f"{k}.npy", [v], len(v)) for k, v in (("labels", labels), ("split", split))}
-                shape = np.load(tmp/"images.npy", mmap_mode="r").shape
-                info = dict(format="aim_nb bank", version=VERSION, name=name, shape=shape, source=source, sha256=sha, splits=splits, class_names=list(class_names), **extra)
-                _save_text(tmp/"bank.json", json.dumps(info, indent=1))
+            with atomic_dir(dir/".ready") as tmp: _write_files(tmp, name, images, arrays, source=source, splits=splits, class_names=list(class_names), **extra)
             _commit(dir/".ready", dir)
     finally:
         if made and dir.exists() and not any(dir.iterdir()): dir.rmdir()
     return dir
 
-def _save_text(path, text):
-    "Write text and wait until it is on the disk."
-    with open(path, "w", encoding="utf-8") as f: f.write(text); f.flush(); os.fsync(f.fileno())
-
 # %% ../nbs/02_banks.ipynb #79a5ddc1
-def _bank_info(dir):
-    "The checked contents of bank.json."
-    with plain_errors(dir/"bank.json"):
-        text = (dir/"bank.json").read_text(encoding="utf-8"); info = json.loads(text)
-        if info["format"] != "aim_nb bank" or info["version"] != VERSION: raise ValueError(f"format {info['format']} {info['version']}, not {VERSION}")
-        return text, info
+def _json_text(dir):
+    try: return (dir/"bank.json").read_text(encoding="utf-8")
+    except FileNotFoundError: return ""
 
+# %% ../nbs/02_banks.ipynb #4d024dd9
+def _read_files(dir):
+    "bank.json and the arrays, read while no other process was replacing them."
+    for _ in range(50):
+        text = _json_text(dir)
+        arrays = {k: np.load(dir/f"{k}.npy", mmap_mode="r" if k == "images" else None, allow_pickle=False) for k in ARRAYS}
+        if text and _json_text(dir) == text: return json.loads(text), arrays
+        time.sleep(.02)
+    raise AimError("bank.json is not there")
+
+# %% ../nbs/02_banks.ipynb #535bde45
 def load_bank(
     dir, # a directory with the four files
 ) -> Bank:
     "Open the bank in `dir`, checking what can be checked without reading the images."
     dir = Path(dir)
-    with _told_to_prepare(dir):
-        for _ in range(100):
-            text, info = _bank_info(dir)
-            arrays = {k: np.load(dir/f"{k}.npy", mmap_mode="r" if k == "images" else None, allow_pickle=False) for k in ARRAYS}
-            if (dir/"bank.json").exists() and (dir/"bank.json").read_text(encoding="utf-8") == text: break
-            time.sleep(.05)
-        n, *_ = info["shape"]
-        for k, kind in ARRAYS.items():
-            if arrays[k].dtype != kind or arrays[k].shape != (tuple(info["shape"]) if k == "images" else (n,)): raise AimError(f"{k}.npy is not what bank.json says.")
-        _check_parts(arrays["labels"], arrays["split"], info["class_names"], info["splits"])
-        return Bank(info["name"], **arrays, class_names=info["class_names"], splits=info["splits"], info=info)
-
-@contextlib.contextmanager
-def _told_to_prepare(dir):
     try:
-        with plain_errors(dir): yield
+        with file_errors(dir):
+            info, arrays = _read_files(dir)
+            if info["format"] != "aim_nb bank" or info["version"] != VERSION: raise AimError(f"it has format {info['format']} {info['version']}, not {VERSION}")
+            for k, kind in ARRAYS.items():
+                if arrays[k].dtype != kind or list(arrays[k].shape) != info["shape"][:arrays[k].ndim] or arrays[k].ndim != (4 if k == "images" else 1): raise AimError(f"{k}.npy is not what bank.json says")
+            _check_parts(arrays["labels"], arrays["split"], info["class_names"], info["splits"]); info["sha256"], info["source"]
+            return Bank(info["name"], **arrays, class_names=info["class_names"], splits=info["splits"], info=info)
     except AimError as e:
         raise AimError(f"The bank in {dir} cannot be used ({str(e).split('; delete')[0].rstrip('.')}); run `aim-nb data prepare {dir.name}` to build it again.") from e
 
 # %% ../nbs/02_banks.ipynb #61fdeadf
 BIG = dict(members=200_000, member=1 << 28, total=1 << 33, pixels=1 << 26)  # far above any dataset here, far below what would hurt
 
+# %% ../nbs/02_banks.ipynb #f5ad134e
 def _safe_member(name, size, where):
     "Refuse a member that would leave the directory or fill the memory."
     parts = PurePosixPath(name.replace("\\", "/")).parts
     if ".." in parts or name.startswith(("/", "\\")) or ":" in name[:3]: raise AimError(f"{where} holds a file named {name!r}, outside its own directory: refused, nothing was unpacked.")
     if size > BIG["member"]: raise AimError(f"{where}: {name!r} unpacks to {size:,} bytes, more than any file of this dataset: refused.")
 
+# %% ../nbs/02_banks.ipynb #3476e454
 def _bounded(members, where):
     "The members (name, size, reader) as a dictionary, if they are safe and not too many."
     out, total = {}, 0
@@ -203,34 +221,39 @@ def _bounded(members, where):
         if total > BIG["total"] or len(out) > BIG["members"]: raise AimError(f"{where} unpacks to more than this dataset can hold: refused.")
     return out
 
+# %% ../nbs/02_banks.ipynb #47e4c656
+def _members(path, stack):
+    "(name, size, reader) of every file in a folder, a zip or a tar archive."
+    if path.is_dir(): yield from ((p.relative_to(path).as_posix(), p.stat().st_size, p.read_bytes) for p in sorted(path.rglob("*")) if p.is_file())
+    elif path.suffix == ".zip":
+        z = stack.enter_context(zipfile.ZipFile(path))
+        yield from ((m.filename, m.file_size, functools.partial(z.read, m)) for m in z.infolist() if not m.is_dir())
+    else:
+        t = stack.enter_context(tarfile.open(path, "r:gz"))
+        yield from ((m.name, m.size, lambda m=m: t.extractfile(m).read()) for m in t if m.isreg())
+
+# %% ../nbs/02_banks.ipynb #0c7346a8
 @contextlib.contextmanager
 def open_files(
     path, # a folder, a .zip or a .tar.gz
 ):
     "The files below `path` by name, each a function that reads it; nothing is unpacked."
-    path = Path(path)
-    with plain_errors(path), contextlib.ExitStack() as stack:
-        if path.is_dir(): members = ((p.relative_to(path).as_posix(), p.stat().st_size, p.read_bytes) for p in sorted(path.rglob("*")) if p.is_file())
-        elif path.suffix == ".zip":
-            z = stack.enter_context(zipfile.ZipFile(path))
-            members = ((m.filename, m.file_size, functools.partial(z.read, m)) for m in z.infolist() if not m.is_dir())
-        else:
-            t = stack.enter_context(tarfile.open(path, "r:gz"))
-            members = ((m.name, m.size, functools.partial(lambda m: t.extractfile(m).read(), m)) for m in t if m.isreg() or _safe_member(m.name, 0, path))
-        yield _bounded(members, path)
+    with contextlib.ExitStack() as stack:
+        with file_errors(path): files = _bounded(_members(Path(path), stack), path)
+        yield files
 
 # %% ../nbs/02_banks.ipynb #550f1079
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 
+# %% ../nbs/02_banks.ipynb #2e3d0be4
 def decode(
     data,  # the bytes of a picture file
     where, # its name, for the error
     mode,  # "L" or "RGB"
 ) -> Image.Image:
     "A picture from outside, in memory."
-    with plain_errors(where), warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower
+    with file_errors(where):
         im = Image.open(io.BytesIO(data), formats=FORMATS)
         if im.width*im.height > BIG["pixels"]: raise AimError(f"{where} claims to be {im.width} x {im.height} pixels, far more than a dataset needs: refused.")
         return ImageOps.exif_transpose(im).convert(mode)
@@ -245,6 +268,7 @@ class _Dtype:
         order = state[1].decode() if isinstance(state[1], bytes) else state[1]
         self.dtype = self.dtype.newbyteorder(order)
 
+# %% ../nbs/02_banks.ipynb #fa3a9151
 class _Array(np.ndarray):
     "Stands for numpy.ndarray in a pickle: it is filled from bytes of the right length only."
     def __new__(cls, *_): return super().__new__(cls, (0,), np.uint8)
@@ -252,29 +276,33 @@ class _Array(np.ndarray):
         _, shape, kind, fortran, raw = state
         super().__setstate__((1, shape, kind.dtype, bool(fortran), _raw(raw)))
 
+# %% ../nbs/02_banks.ipynb #79ce4a09
 def _raw(data): return data.encode("latin1") if isinstance(data, str) else bytes(data)
 def _rebuild(cls, *_): return _Array()
 def _scalar(kind, raw): return np.frombuffer(_raw(raw), kind.dtype)[0]
 def _encode(text, codec="latin1"): return text.encode("latin1")
+def _empty(): return b""  # Python 3 writes empty bytes for Python 2 as a call of bytes()
 def _buffer(raw, kind, shape, order): return np.frombuffer(raw, kind.dtype).reshape(shape, order=order)
 
-# %% ../nbs/02_banks.ipynb #fa3a9151
-ALLOWED = {("numpy", "dtype"): _Dtype, ("numpy", "ndarray"): _Array, ("_codecs", "encode"): _encode, ("collections", "OrderedDict"): collections.OrderedDict,
+# %% ../nbs/02_banks.ipynb #f7fd2d97
+ALLOWED = {("numpy", "dtype"): _Dtype, ("numpy", "ndarray"): _Array, ("_codecs", "encode"): _encode, ("__builtin__", "bytes"): _empty, ("collections", "OrderedDict"): collections.OrderedDict,
            **{(f"numpy.{core}.multiarray", name): f for core in ("core", "_core") for name, f in (("_reconstruct", _rebuild), ("scalar", _scalar))},
            **{(f"numpy.{core}.numeric", "_frombuffer"): _buffer for core in ("core", "_core")}}
 
+# %% ../nbs/02_banks.ipynb #abf88d5f
 class _Unpickler(pickle.Unpickler):
     "Knows the names of `ALLOWED` and no others."
     def find_class(self, module, name):
         if (module, name) not in ALLOWED: raise AimError(f"asks for {module}.{name}, which is not data: refused, nothing was run.")
         return ALLOWED[module, name]
 
+# %% ../nbs/02_banks.ipynb #4958419c
 def read_pickle(
     data,  # the file's bytes
     where, # its name, for the error
 ) -> dict:
     "A dictionary of arrays and plain values from a pickle of Python 2 or 3."
-    with plain_errors(where):
+    with file_errors(where):
         try: out = _Unpickler(io.BytesIO(data), encoding="latin1").load()
         except AimError as e: raise AimError(f"{where} {e}") from None
         if not isinstance(out, dict): raise AimError(f"{where} should hold a dictionary.")
@@ -286,7 +314,9 @@ EXPECT = {"omniglot": dict(images_background=964, images_evaluation=659, each=20
 
 def _all_equal(what, found, expected, where):
     "Refuse content that differs from the published dataset."
-    if found != expected: raise AimError(f"{where} is not the published dataset: {what} should be {expected}, found {found}; get a fresh copy.")
+    if found != expected: raise AimError(f"{where} is not the published dataset: {what} should be {_short(expected)}, found {_short(found)}; get a fresh copy.")
+
+def _short(value): return text if len(text := str(value)) < 60 else f"{text[:60]}..."
 
 def _counts(what, counts, expected, where):
     "Refuse a class with another number of images."
@@ -299,6 +329,7 @@ def _tail(counts, share):
 # %% ../nbs/02_banks.ipynb #15a91110
 _DECLARED = []  # keeps the declarations alive
 
+# %% ../nbs/02_banks.ipynb #bc2b6ceb
 def import_torchvision():
     "torchvision, also where a CUDA build of it stands beside a CPU-only torch."
     try: return importlib.import_module("torchvision")
@@ -310,6 +341,7 @@ def import_torchvision():
     for name in [m for m in sys.modules if m.partition(".")[0] == "torchvision"]: del sys.modules[name]  # what the failed import left
     return importlib.import_module("torchvision")
 
+# %% ../nbs/02_banks.ipynb #18da97c3
 def official(
     name, # omniglot or cifar100
 ) -> dict:
@@ -323,6 +355,7 @@ def official(
 def _md5(path):
     with open(path, "rb") as f: return hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
+# %% ../nbs/02_banks.ipynb #9df72669
 def _checksums(name, root, paths):
     "What the official checksums say about the files in use: a sentence for bank.json, and a warning when they differ."
     known = {root/k: md5 for k, (_, md5) in official(name).items()}
@@ -330,9 +363,10 @@ def _checksums(name, root, paths):
     if not files: return "There is no official checksum for this form; accepted by its content."
     bad = [f.name for f in files if not f.exists() or _md5(f) != known[f]]
     if not bad: return "The files have the official checksums."
-    warnings.warn(f"{name}: the checksum of {', '.join(bad)} is not the official one; counts, shapes and class names are right, so it is accepted.", stacklevel=2)
+    warnings.warn(f"{name}: the checksum of {', '.join(bad)} is not the official one; counts, shapes and class names are right, so it is accepted.", stacklevel=5)
     return f"The checksum of {', '.join(bad)} is not the official one; accepted by content."
 
+# %% ../nbs/02_banks.ipynb #c6ea943a
 def _fetch(url, path, md5):
     "Download one file, whole or not at all."
     import_torchvision(); path.parent.mkdir(parents=True, exist_ok=True)
@@ -355,11 +389,13 @@ FORMS = {
 }
 FORMS["cifar-fs"] = FORMS["cifar100"]
 
+# %% ../nbs/02_banks.ipynb #126c2d52
 def _there(root, pattern):
     "The path that `X[.ext]` stands for: X.ext, else X, else None."
     stem, _, ext = pattern.rstrip("]").partition("[")
     return next((root/p for p in (stem + ext, stem) if (root/p).exists()), None)
 
+# %% ../nbs/02_banks.ipynb #61532acc
 def find_source(
     name,    # a dataset of `FORMS`
     root="", # where data lives
@@ -379,11 +415,13 @@ def _characters(files, where):
         out.setdefault("/".join(parts[-3:-1]), []).append((f"{where}: {name}", read))
     return dict(sorted(out.items()))
 
+# %% ../nbs/02_banks.ipynb #fc106583
 def _drawing(where, read, side):
-    with plain_errors(where): im = decode(read(), where, "L")
+    with file_errors(where): im = decode(read(), where, "L")
     _all_equal("the size of a drawing", im.size, (side, side), where)
     return np.asarray(im.resize((28, 28), Image.Resampling.LANCZOS))[..., None]
 
+# %% ../nbs/02_banks.ipynb #670ad7db
 def read_omniglot(root, form, paths, stack) -> dict:
     "Omniglot from its two zips or folders."
     want, chars, n = EXPECT["omniglot"], {}, []
@@ -402,20 +440,22 @@ def read_omniglot(root, form, paths, stack) -> dict:
 # %% ../nbs/02_banks.ipynb #deb0426f
 def _cifar_part(files, part, names, where):
     "Images and labels of CIFAR-100's train or test file, checked."
-    d = read_pickle(files[part](), f"{where}: {part}")
-    with plain_errors(f"{where}: {part}"): data, labels = np.asarray(d["data"]), np.asarray(d["fine_labels"], np.int64)
+    where = f"{where}: {part}"
+    with file_errors(where): d = read_pickle(files[part](), where)
+    with file_errors(where): data, labels = np.asarray(d["data"]), np.asarray(d["fine_labels"], np.int64)
     _all_equal("the shape of the data", (data.dtype.name, *data.shape), ("uint8", len(names)*EXPECT["cifar100"][part], 3072), where)
     _all_equal("the number of labels", len(labels), len(data), where)
     _counts(f"{part} images", {n: int((labels == i).sum()) for i, n in enumerate(names)}, EXPECT["cifar100"][part], where)
     return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
+# %% ../nbs/02_banks.ipynb #68b24502
 def read_cifar100(root, form, paths, stack) -> dict:
     "CIFAR-100 from its python archive or folder."
     path = paths[0]
     files = {PurePosixPath(k).name: read for k, read in stack.enter_context(open_files(path)).items()}
     for part in ("train", "test", "meta"):
         if part not in files: raise AimError(f"{path} lacks the file {part!r}; get the CIFAR-100 python archive again.")
-    names = [str(n) for n in read_pickle(files["meta"](), f"{path}: meta").get("fine_label_names", ())]
+    with file_errors(f"{path}: meta"): names = [str(n) for n in read_pickle(files["meta"](), f"{path}: meta")["fine_label_names"]]
     _all_equal("the class names", names, sorted(sum(class_split("cifar-fs").values(), [])), path)
     (x, y), (x_test, y_test) = (_cifar_part(files, p, names, path) for p in ("train", "test"))
     rows = np.argsort(np.concatenate([y, y_test]), kind="stable")  # by class, training images first
@@ -424,6 +464,7 @@ def read_cifar100(root, form, paths, stack) -> dict:
     return dict(images=(x[r] for r in np.array_split(rows, n)), labels=np.concatenate([y, y_test])[rows], split=split[rows], class_names=names,
                 splits=dict(train=range(60), val=range(60, 70), test=range(70, n)), image_split="official", checksum=_checksums("cifar100", root, paths))
 
+# %% ../nbs/02_banks.ipynb #18dbb362
 def read_cifar_fs(root, form, paths, stack) -> dict:
     "CIFAR-FS: the images of the CIFAR-100 bank under the published class split."
     bank = prepare_bank("cifar100", root, download=False)
@@ -436,41 +477,47 @@ def _mini_cache(paths, stack):
     "split -> class name -> images, from `image_data` and `class_dict`."
     for path in paths:
         d = read_pickle(path.read_bytes(), path)
-        with plain_errors(path): yield {str(k): d["image_data"][np.asarray(rows, np.int64)] for k, rows in d["class_dict"].items()}
+        with file_errors(path): yield {str(k): d["image_data"][np.asarray(rows, np.int64)] for k, rows in d["class_dict"].items()}
 
+# %% ../nbs/02_banks.ipynb #e98c0726
 def _mini_category(paths, stack):
     "split -> class name -> images, from `data`, `labels` and `catname2label`."
     for path, part in zip(paths, PARTS):
         d = read_pickle(path.read_bytes(), path)
-        with plain_errors(path):
+        with file_errors(path):
             labels = np.asarray(d["labels"], np.int64)
             names = d.get("catname2label") or dict(zip(sorted(class_split("mini-imagenet")[part]), np.unique(labels)))
+            if "catname2label" not in d: warnings.warn(f"{path.name} holds no class names; its labels are taken to follow the sorted names.")
             yield {k.decode() if isinstance(k, bytes) else str(k): d["data"][labels == v] for k, v in names.items()}
 
+# %% ../nbs/02_banks.ipynb #1a4f5fba
 def _mini_images(paths, stack):
     "split -> class name -> image files, in the order of the csv files."
     folder, *tables = paths
     for path in tables:
         out = {}
-        with plain_errors(path), open(path, newline="", encoding="utf-8") as f:
+        with file_errors(path), open(path, newline="", encoding="utf-8") as f:
             for row in csv.DictReader(f):
                 if Path(row["filename"]).name != row["filename"] or "\\" in row["filename"]: raise AimError(f"{path} names {row['filename']!r}, outside the image folder: refused.")
                 out.setdefault(row["label"], []).append(folder/row["filename"])
         yield out
 
+# %% ../nbs/02_banks.ipynb #8d76ad4e
 def _mini_block(images, side, where):
     "The images of one class as an array: they are one already, or files to be read."
     if isinstance(images, list): return np.stack([np.asarray(_fit(decode(_bytes(f), f, "RGB"), side)) for f in images])
     _all_equal("the type and shape of the images", (images.dtype.name, *images.shape[1:]), ("uint8", side, side, 3), where)
     return images
 
+# %% ../nbs/02_banks.ipynb #8bc173c6
 def _bytes(path):
-    with plain_errors(path): return path.read_bytes()
+    with file_errors(path): return path.read_bytes()
 def _fit(im, side): return im if im.size == (side, side) else im.resize((side, side), Image.Resampling.LANCZOS)
 
-# %% ../nbs/02_banks.ipynb #e98c0726
+# %% ../nbs/02_banks.ipynb #8e9c2a7a
 MINI = {"cache pickles": _mini_cache, "category-split pickles": _mini_category, "images and csv files": _mini_images}
 
+# %% ../nbs/02_banks.ipynb #7a2f2f63
 def read_mini_imagenet(root, form, paths, stack) -> dict:
     "mini-ImageNet from any of the three forms."
     want, where, classes = EXPECT["mini-imagenet"], paths[0].parent, {}
@@ -493,6 +540,7 @@ def _folder(name):
         if not (path/part).is_dir(): raise AimError(f"{path} has no folder {part!r}; your own images go into train/CLASS/, val/CLASS/ and test/CLASS/ below it.")
     return path, side
 
+# %% ../nbs/02_banks.ipynb #71d5e9d3
 def _folder_files(path):
     "`split/class` -> its picture files, sorted."
     out = {}
@@ -502,10 +550,12 @@ def _folder_files(path):
         if not any(k.startswith(part + "/") for k in out): raise AimError(f"{path/part} holds no pictures; put them into {part}/CLASS/ as {', '.join(SUFFIXES[:3])}.")
     return out
 
+# %% ../nbs/02_banks.ipynb #badda364
 def _square(file, side):
     im = decode(_bytes(file), file, "RGB")
     return np.asarray(ImageOps.fit(im, (side, side), Image.Resampling.LANCZOS))
 
+# %% ../nbs/02_banks.ipynb #c8a298ed
 def read_folder(name) -> dict:
     "Anyone's own images."
     path, side = _folder(name)
@@ -519,9 +569,10 @@ def read_folder(name) -> dict:
 
 # %% ../nbs/02_banks.ipynb #accdb02f
 READERS = {"omniglot": read_omniglot, "cifar100": read_cifar100, "cifar-fs": read_cifar_fs, "mini-imagenet": read_mini_imagenet}
-WAYS = {"omniglot": "`aim-nb data prepare omniglot` downloads it (15 MB)", "cifar100": "`aim-nb data prepare cifar100` downloads it (170 MB)",
-        "cifar-fs": "`aim-nb data prepare cifar-fs` downloads CIFAR-100 (170 MB)", "mini-imagenet": "ImageNet's terms forbid a download from here, so put your copy there"}
+WAYS = {"omniglot": "`aim-nb data prepare omniglot` downloads it (16 MB)", "cifar100": "`aim-nb data prepare cifar100` downloads it (170 MB)",
+        "cifar-fs": "`aim-nb data prepare cifar-fs` downloads CIFAR-100 (170 MB)", "mini-imagenet": "ImageNet's pictures may not be passed on, so put your own copy there"}
 
+# %% ../nbs/02_banks.ipynb #f281c017
 def bank_dir(
     name,    # a dataset, or folder:PATH
     root="", # where data lives
@@ -535,6 +586,7 @@ def bank_dir(
     if re.fullmatch("folder-[0-9a-f]{12}", name) and (root/name/"bank.json").exists(): return root/name
     return root/check_choice("dataset", name, (*DATASETS, "folder:PATH"))
 
+# %% ../nbs/02_banks.ipynb #3fa8788f
 def _missing(name, root, why=""):
     "The error for a dataset that is not there: what was looked for, where, and the ways to get it."
     forms = "; or ".join(f"{form}: {', '.join(files)}" for form, files in FORMS[name].items())
@@ -546,7 +598,7 @@ def build_lock(dir):
     "Held by the one process that builds the bank in `dir`; freed by the system when that process ends, however it ends."
     try: import fcntl
     except ImportError: yield; return  # Windows: the commit is still whole or not at all
-    with plain_errors(dir):
+    with disk_errors(dir):
         dir.parent.mkdir(parents=True, exist_ok=True); f = open(dir.parent/f".{dir.name}.lock", "a")
     with f:
         try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -554,6 +606,7 @@ def build_lock(dir):
             print(f"Another process is building {dir.name}; waiting for it.", file=sys.stderr); fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
+# %% ../nbs/02_banks.ipynb #19916feb
 def _download(name, root):
     "Fetch the published files of a dataset that has an address."
     for path, (url, md5) in official("cifar100" if name == "cifar-fs" else name).items():
@@ -561,6 +614,7 @@ def _download(name, root):
         try: _fetch(url, root/path, md5)
         except (OSError, RuntimeError) as e: raise _missing(name, root, f" and {url} could not be downloaded ({e})") from e
 
+# %% ../nbs/02_banks.ipynb #b2d4cdc4
 def _parts(name, root, download, stack):
     "Everything `write_bank` needs to know."
     if name == "glyphs": return importlib.import_module("aim_nb.glyphs").build_glyphs()
@@ -571,12 +625,13 @@ def _parts(name, root, download, stack):
     if not found: raise _missing(name, root)
     return {"source": found[0], **READERS[name](root, *found, stack)}
 
-# %% ../nbs/02_banks.ipynb #19916feb
+# %% ../nbs/02_banks.ipynb #ea79b793
 def _usable(dir):
     "The bank in `dir`, or None where there is none or it is damaged."
     try: return load_bank(dir) if (dir/"bank.json").exists() else None
     except AimError: return None
 
+# %% ../nbs/02_banks.ipynb #bf581875
 def prepare_bank(
     name,          # a dataset, or folder:PATH
     root="",       # where data lives
@@ -592,11 +647,13 @@ def prepare_bank(
     with build_lock(dir), contextlib.ExitStack() as stack:
         bank = None if force else _usable(dir)  # while we waited another process may have built it
         if bank: return bank
-        with plain_errors(dir): parts = _parts(name, root, download, stack)
+        for stale in dir.glob(".*.part"): shutil.rmtree(stale)  # of a build that was killed
+        with disk_errors(dir): parts = _parts(name, root, download, stack)
         shown = f"folder:{_folder(name)[0].name}" if name.startswith("folder:") else name
         write_bank(dir, shown, **parts)
     return load_bank(dir)
 
+# %% ../nbs/02_banks.ipynb #880394af
 def open_bank(
     name,    # omniglot | cifar-fs | cifar100 | mini-imagenet | glyphs | folder:PATH
     root="", # where data lives
@@ -608,31 +665,36 @@ def open_bank(
 # %% ../nbs/02_banks.ipynb #a909bf99
 def _finding(check, ok, detail, bad="problem", **data): return dict(check=check, level="ok" if ok else bad, detail=detail, **data)
 
+# %% ../nbs/02_banks.ipynb #45ee1e5f
 def _sha256(array, rows=4096):
     sha = hashlib.sha256()
     for i in range(0, len(array), rows): sha.update(np.ascontiguousarray(array[i:i + rows]).data)
     return sha.hexdigest()
 
+# %% ../nbs/02_banks.ipynb #f932d08d
 def check_checksums(bank) -> dict:
     "Are the arrays those that were written?"
     bad = [k for k in ARRAYS if _sha256(getattr(bank, k)) != bank.info["sha256"][k]]
     return _finding("checksums", not bad, f"{', '.join(bad)} differ from bank.json: run `aim-nb data prepare NAME --force`" if bad else f"sha256 of {', '.join(ARRAYS)} are right")
 
+# %% ../nbs/02_banks.ipynb #75e5eb53
 def check_counts(bank) -> dict:
     "How many images has a class?"
     n = np.bincount(bank.labels, minlength=len(bank.class_names)); test = np.bincount(bank.labels, bank.split, len(n)).astype(int)
     text = f"{len(n)} classes, {len(bank.labels):,} images of {'x'.join(map(str, bank.shape))}; {_span(n)} a class ({_span(n - test)} train, {_span(test)} test)"
     return _finding("counts", n.min() > 0, text, per_class=dict(zip(bank.class_names, n.tolist())))
 
+# %% ../nbs/02_banks.ipynb #d18f344a
 def _span(n): return f"{n.min()}" if n.min() == n.max() else f"{n.min()}-{n.max()}"
 
+# %% ../nbs/02_banks.ipynb #e10d710a
 def check_splits(bank) -> dict:
     "Are the class splits disjoint, and do they cover all classes?"
     sets = {p: set(bank.splits[p]) for p in PARTS}
     both = sum(len(sets[a] & sets[b]) for a, b in itertools.combinations(PARTS, 2)); left = len(bank.class_names) - len(set().union(*sets.values()))
     return _finding("splits", not both, f"{' / '.join(str(len(sets[p])) for p in PARTS)} classes (train / val / test), {both} in two of them, {left} in none")
 
-# %% ../nbs/02_banks.ipynb #45ee1e5f
+# %% ../nbs/02_banks.ipynb #22d99f64
 def _image_keys(bank, rows=4096):
     "A hash of each image, and whether all its pixels are equal."
     keys, flat = [], []
@@ -642,6 +704,7 @@ def _image_keys(bank, rows=4096):
         flat.append((block == block[:, :1]).all(1))
     return keys, np.concatenate(flat)
 
+# %% ../nbs/02_banks.ipynb #7193bf3f
 def check_images(bank) -> list:
     "Are there empty images, or the same image twice?"
     keys, flat = _image_keys(bank); where = collections.defaultdict(list)
@@ -650,16 +713,18 @@ def check_images(bank) -> list:
     part = {c: p for p in PARTS for c in bank.splits[p]}
     kinds = dict(classes=bank.labels.__getitem__, **{"class splits": lambda r: part.get(bank.labels[r]), "train and test images": bank.split.__getitem__})
     across = {k: sum(len({f(r) for r in g}) > 1 for g in groups) for k, f in kinds.items()}
-    text = f"{sum(map(len, groups)) - len(groups)} images are copies of another ({len(groups)} groups; " + ", ".join(f"{n} across {k}" for k, n in across.items()) + ")"
+    text = f"copies of another image: {sum(map(len, groups)) - len(groups)} ({', '.join(f'{n} across {k}' for k, n in across.items())})"
     return [_finding("empty images", not flat.any(), f"{int(flat.sum())} images of one colour", bad="note", rows=np.flatnonzero(flat).tolist()),
             _finding("duplicates", not groups, text if groups else "no image is there twice", bad="note", groups=groups)]
 
+# %% ../nbs/02_banks.ipynb #859b91c2
 def check_bank(
     name,    # a dataset, or folder:PATH
     root="", # where data lives
 ) -> list:
     "Read a whole bank and report what is found: dictionaries with check, level and detail."
     dir = bank_dir(name, root)
+    if not (dir/"bank.json").exists() and name in FORMS and not find_source(name, root): raise _missing(name, data_root(root))
     if not (dir/"bank.json").exists(): raise AimError(f"There is no bank in {dir} to check; build it with `aim-nb data prepare {name}`.")
     try: bank = load_bank(dir)
     except AimError as e: return [_finding("files", False, str(e))]
@@ -679,6 +744,7 @@ def _bank_row(name, dir, root):
     found = find_source(name, root)
     return row | (dict(state="source found", source=found[0]) if found else {})
 
+# %% ../nbs/02_banks.ipynb #973767e1
 def list_banks(
     root="", # where data lives
 ) -> list:

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from .core import AimError, atomic_file, content_key, runs_dir
 
 # %% auto #0
-__all__ = ['FORMAT', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity', 'run_lock', 'Saved',
-           'read_saved', 'Checkpoints', 'run_checkpoints']
+__all__ = ['FORMAT', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity', 'run_lock',
+           'Saved', 'read_saved', 'Checkpoints', 'run_checkpoints']
 
 # %% ../nbs/07_checkpoints.ipynb #ba9cc453
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -26,7 +26,7 @@ def _raw(t):
 # %% ../nbs/07_checkpoints.ipynb #a6a8d03d
 FORMAT = 1  # raised when a file written today could be misread tomorrow
 
-def _digest(tensors):
+def tensors_sha(tensors) -> str:
     "A checksum of names, types, shapes and bytes."
     h = hashlib.sha256()
     for name in sorted(tensors):
@@ -37,7 +37,7 @@ def _digest(tensors):
 def _header(tensors, meta):
     "Header bytes of a safetensors file, and the names in the order of their data."
     names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))  # widest first keeps every tensor aligned
-    top = dict(format=FORMAT, sha=_digest(tensors), meta=meta)
+    top = dict(format=FORMAT, sha=tensors_sha(tensors), meta=meta)
     head, at = {"__metadata__": {"aim_nb": json.dumps(top)}}, 0
     for n in names:
         t, end = tensors[n], at + tensors[n].numel()*tensors[n].element_size()
@@ -77,7 +77,7 @@ def load_tensors(
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
         raise DamagedFile(f"{path} is damaged or was not written by this project ({e}).") from e
     if form != FORMAT: raise AimError(f"{path} has format {form}, this version reads format {FORMAT}; use the version that wrote it.")
-    if _digest(tensors) != sha: raise DamagedFile(f"{path} is damaged (its checksum does not fit).")
+    if tensors_sha(tensors) != sha: raise DamagedFile(f"{path} is damaged (its checksum does not fit).")
     if expect is not None: check_identity(meta.get("identity", {}), expect, path)
     return tensors, meta
 

@@ -324,7 +324,7 @@ def start(path, out, values, fresh=False):
     began, stem = time.time(), path.stem
     settings = " ".join(f"{k}={v}" for k, v in values.items()) or "with its defaults"
     say(f"running {stem} {settings}")
-    os.environ.update({"AIM_FRESH": "1"} if fresh else {}, **({"AIM_LIVE": "1"} if sys.stderr.isatty() else {})) # the kernel inherits them
+    os.environ.update({"AIM_FRESH": "1"} if fresh else {}, **{"AIM_LIVE": str(int(sys.stderr.isatty()))}) # the kernel inherits them
     nb = execute(path, out, values)
     picture = save_picture(nb, out)
     if text := summary(nb): typer.echo(text)

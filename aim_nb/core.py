@@ -82,7 +82,8 @@ def atomic_file(path):
         os.replace(tmp, path); _sync_dir(path.parent)
     except OSError as e:
         raise AimError(f"{path} could not be written ({e.strerror or e}); free some space or choose another place, nothing was changed.") from e
-    finally: tmp.unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(OSError): tmp.unlink(missing_ok=True)
 
 def atomic_write(path, data):
     "Write text or bytes to `path`, whole or not at all."

@@ -1,0 +1,152 @@
+"""`aim-nb` as a user meets it: what it prints, what it refuses, what it leaves behind."""
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+from aim_nb.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPERIMENTS = sorted(p for p in (ROOT / "nbs").glob("[23][0-9]_*.ipynb"))
+KERNEL = {"name": "python3", "display_name": "python3", "language": "python"}
+PARAMETERS = 'dataset = "glyphs"  # what to learn\nsteps = 3  # of training\nwait = 0.0  # seconds'
+
+
+@pytest.fixture
+def toy(tmp_path):
+    "A little experiment in a folder of its own."
+    nb = nbformat.v4.new_notebook(metadata={"kernelspec": KERNEL})
+    work = "import sys, time\nfor i in range(int(wait * 10)):\n    time.sleep(.1)\n    print('tick', file=sys.stderr, flush=True)\nif steps == 0: raise ValueError('no steps\\nat all')"
+    nb.cells = [nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}), nbformat.v4.new_code_cell(work),
+                nbformat.v4.new_code_cell("import os\nprint('steps', steps, 'fresh', os.environ.get('AIM_FRESH'))", metadata={"tags": ["summary"]}), nbformat.v4.new_code_cell("print('not in the summary')")]
+    nbformat.write(nb, tmp_path / "toy.ipynb")
+    return tmp_path
+
+
+def call(*args): return CliRunner().invoke(app, [str(a) for a in args], prog_name="aim-nb")
+
+
+def files(folder): return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+def one_line(done, status=2):
+    "The error as a user sees it: one line, no traceback."
+    text = done.output if hasattr(done, "output") else done.stderr
+    code = done.exit_code if hasattr(done, "exit_code") else done.returncode
+    assert code == status, text
+    assert re.fullmatch(r"aim-nb: [^\n]+\n", text), text
+    return text
+
+
+# running
+
+def test_run_prints_summary_and_paths(toy, monkeypatch, aim_nb_cli):
+    done = aim_nb_cli("run", "toy.ipynb", "-p", "steps", 7, "--fresh", cwd=toy, AIM_RUNS=str(toy / "runs"))
+    assert done.returncode == 0, done.stderr
+    assert "steps 7 fresh 1" in done.stdout and "not in the summary" not in done.stdout
+    (out,) = (toy / "runs/notebooks").glob("toy-*.ipynb")
+    assert f"notebook  runs/notebooks/{out.name}" in done.stdout
+
+
+def test_progress_comes_while_the_notebook_runs(toy):
+    p = subprocess.Popen([Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "wait", "600"], cwd=toy, env={**os.environ, "AIM_RUNS": str(toy / "runs")},
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        seen = ""
+        while "tick\ntick" not in seen and p.poll() is None: seen += p.stderr.readline()
+        assert p.poll() is None, seen
+        p.send_signal(signal.SIGINT)
+        _, err = p.communicate(timeout=120)
+    finally:
+        if p.poll() is None: p.kill()
+    assert p.returncode == 130 and "aim-nb: stopped" in err and "Traceback" not in err
+    (out,) = (toy / "runs/notebooks").glob("toy-*.ipynb")
+    assert "tick" in out.read_text(), "the notebook is kept as far as it came"
+
+
+def test_a_failing_cell_is_one_line_and_the_notebook_is_kept(toy, aim_nb_cli):
+    done = aim_nb_cli("run", "toy.ipynb", "-p", "steps", 0, "-o", "out.ipynb", cwd=toy)
+    assert done.returncode == 1 and "aim-nb: ValueError in cell [3]: no steps\n" in done.stderr and "Traceback" not in done.stderr
+    assert "no steps" in (toy / "out.ipynb").read_text()
+
+
+def test_another_set_of_parameters_is_another_file(toy):
+    plans = [call("run", toy / "toy.ipynb", "--dry-run", "-p", "steps", n).output for n in (3, 4, 3)]
+    paths = [re.search(r"would write (\S+)", p)[1] for p in plans]
+    assert paths[0] == paths[2] != paths[1]
+
+
+# mistakes
+
+@pytest.mark.parametrize("pair, says", [(("step", "4"), "no parameter 'step'; this notebook has dataset, steps, wait"), (("steps", "four"), "steps should be a whole number"), (("steps", "3.5"), "steps should be a whole number"),
+                                        (("wait", "long"), "wait should be a number"), (("dataset", "tigers"), "choose one of omniglot, cifar-fs, cifar100, mini-imagenet, glyphs")])
+def test_bad_parameters_are_refused_before_anything_is_written(toy, pair, says, monkeypatch):
+    monkeypatch.setenv("AIM_RUNS", str(toy / "runs"))
+    before = files(toy)
+    assert says in one_line(call("run", toy / "toy.ipynb", "-p", *pair))
+    assert files(toy) == before
+
+
+def test_missing_and_broken_notebooks(toy):
+    (toy / "broken.ipynb").write_text("{")
+    before = files(toy)
+    assert "there is no notebook" in one_line(call("run", toy / "missing.ipynb"))
+    assert "cannot be read as a notebook" in one_line(call("run", toy / "broken.ipynb"))
+    assert "needs a value" in one_line(call("run", toy / "toy.ipynb", "-p", "steps"))
+    assert files(toy) == before
+
+
+def test_a_place_that_cannot_be_written_is_named(toy, monkeypatch):
+    (toy / "file").write_text("")
+    monkeypatch.setenv("AIM_RUNS", str(toy / "file/runs"))
+    done = call("run", toy / "toy.ipynb")
+    assert done.exit_code == 2 and "cannot be written" in done.output.splitlines()[-1]
+
+
+def test_the_whole_program_says_one_line(toy, aim_nb_cli):
+    done = aim_nb_cli("run", "toy.ipynb", "-p", "dataset", "tigers", cwd=toy)
+    assert done.stdout == ""
+    one_line(done)
+
+
+# the project's own experiments
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
+def test_every_experiment_can_be_planned(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    done = call("run", path.stem, "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "would write" in done.output
+    assert done.output == call("run", path.stem.partition("_")[2], "--dry-run").output
+    assert "this notebook has" in one_line(call("run", path.stem, "-p", "no_such", "1"))
+
+
+# data and results
+
+def test_unknown_dataset(tmp_path):
+    for command in ("prepare", "check"): assert "tigers" in one_line(call("data", command, "tigers", "--root", tmp_path / "data"))
+    assert not (tmp_path / "data").exists()
+
+
+def test_missing_dataset_says_what_to_do(tmp_path):
+    text = one_line(call("data", "prepare", "mini-imagenet", "--no-download", "--root", tmp_path / "data"))
+    assert "glyphs" in text and "mini-imagenet" in text
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_data_list(tmp_path):
+    done = call("data", "list", "--root", tmp_path)
+    assert done.exit_code == 0 and all(n in done.output for n in ("omniglot", "cifar-fs", "cifar100", "mini-imagenet", "glyphs"))
+
+
+def test_keep_needs_records_and_filters(tmp_path, monkeypatch):
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path))
+    assert "no record" in one_line(call("keep"))
+    assert "field=value" in one_line(call("keep", "glyphs"))
