@@ -91,7 +91,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAMAGED = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, pickle.UnpicklingError, Image.DecompressionBombError, UnicodeError, csv.Error, SyntaxError,
            RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError)
 
-# %% ../nbs/02_banks.ipynb #9eb19307
 @contextlib.contextmanager
 def disk_errors(
     path, # the file or directory at hand
@@ -135,7 +134,6 @@ def _save_text(path, text):
     "Write text and wait until it is on the disk."
     with open(path, "w", encoding="utf-8") as f: f.write(text); f.flush(); os.fsync(f.fileno())
 
-# %% ../nbs/02_banks.ipynb #6bb76b29
 def _write_files(tmp, name, images, arrays, **info):
     "The four files of a bank, in a directory of their own."
     blocks, n = [images] if isinstance(images, np.ndarray) else images, len(arrays["labels"])
@@ -175,7 +173,6 @@ def _json_text(dir):
     try: return (dir/"bank.json").read_text(encoding="utf-8")
     except FileNotFoundError: return ""
 
-# %% ../nbs/02_banks.ipynb #4d024dd9
 def _read_files(dir):
     "bank.json and the arrays, read while no other process was replacing them."
     for _ in range(50):
@@ -205,7 +202,6 @@ def load_bank(
 # %% ../nbs/02_banks.ipynb #61fdeadf
 BIG = dict(members=200_000, member=1 << 28, total=1 << 33, pixels=1 << 26)  # far above any dataset here, far below what would hurt
 
-# %% ../nbs/02_banks.ipynb #f5ad134e
 def _safe_member(name, size, where):
     "Refuse a member that would leave the directory or fill the memory."
     parts = PurePosixPath(name.replace("\\", "/")).parts
@@ -246,7 +242,6 @@ def open_files(
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 
-# %% ../nbs/02_banks.ipynb #2e3d0be4
 def decode(
     data,  # the bytes of a picture file
     where, # its name, for the error
@@ -289,7 +284,6 @@ ALLOWED = {("numpy", "dtype"): _Dtype, ("numpy", "ndarray"): _Array, ("_codecs",
            **{(f"numpy.{core}.multiarray", name): f for core in ("core", "_core") for name, f in (("_reconstruct", _rebuild), ("scalar", _scalar))},
            **{(f"numpy.{core}.numeric", "_frombuffer"): _buffer for core in ("core", "_core")}}
 
-# %% ../nbs/02_banks.ipynb #abf88d5f
 class _Unpickler(pickle.Unpickler):
     "Knows the names of `ALLOWED` and no others."
     def find_class(self, module, name):
@@ -329,7 +323,6 @@ def _tail(counts, share):
 # %% ../nbs/02_banks.ipynb #15a91110
 _DECLARED = []  # keeps the declarations alive
 
-# %% ../nbs/02_banks.ipynb #bc2b6ceb
 def import_torchvision():
     "torchvision, also where a CUDA build of it stands beside a CPU-only torch."
     try: return importlib.import_module("torchvision")
@@ -355,7 +348,6 @@ def official(
 def _md5(path):
     with open(path, "rb") as f: return hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
-# %% ../nbs/02_banks.ipynb #9df72669
 def _checksums(name, root, paths):
     "What the official checksums say about the files in use: a sentence for bank.json, and a warning when they differ."
     known = {root/k: md5 for k, (_, md5) in official(name).items()}
@@ -395,12 +387,12 @@ def _there(root, pattern):
     stem, _, ext = pattern.rstrip("]").partition("[")
     return next((root/p for p in (stem + ext, stem) if (root/p).exists()), None)
 
-# %% ../nbs/02_banks.ipynb #61532acc
 def find_source(
     name,    # a dataset of `FORMS`
     root="", # where data lives
 ) -> tuple | None:
     "(form, paths) of the first form that is complete, else None."
+    if name == "cifar-fs" and (data_root(root)/"cifar100"/"bank.json").exists(): return "the CIFAR-100 bank", []
     for form, files in FORMS[name].items():
         paths = [_there(data_root(root), f) for f in files]
         if all(paths): return form, paths
@@ -415,7 +407,6 @@ def _characters(files, where):
         out.setdefault("/".join(parts[-3:-1]), []).append((f"{where}: {name}", read))
     return dict(sorted(out.items()))
 
-# %% ../nbs/02_banks.ipynb #fc106583
 def _drawing(where, read, side):
     with file_errors(where): im = decode(read(), where, "L")
     _all_equal("the size of a drawing", im.size, (side, side), where)
@@ -467,7 +458,7 @@ def read_cifar100(root, form, paths, stack) -> dict:
 # %% ../nbs/02_banks.ipynb #18dbb362
 def read_cifar_fs(root, form, paths, stack) -> dict:
     "CIFAR-FS: the images of the CIFAR-100 bank under the published class split."
-    bank = prepare_bank("cifar100", root, download=False)
+    bank = open_bank("cifar100", root)
     splits = {part: [bank.class_names.index(n) for n in names] for part, names in class_split("cifar-fs").items()}
     return dict(images=np.array_split(bank.images, 20), labels=bank.labels, split=bank.split, class_names=bank.class_names, splits=splits,
                 image_split="official", checksum=bank.info["checksum"])
@@ -509,15 +500,13 @@ def _mini_block(images, side, where):
     _all_equal("the type and shape of the images", (images.dtype.name, *images.shape[1:]), ("uint8", side, side, 3), where)
     return images
 
-# %% ../nbs/02_banks.ipynb #8bc173c6
 def _bytes(path):
     with file_errors(path): return path.read_bytes()
 def _fit(im, side): return im if im.size == (side, side) else im.resize((side, side), Image.Resampling.LANCZOS)
 
-# %% ../nbs/02_banks.ipynb #8e9c2a7a
+# %% ../nbs/02_banks.ipynb #8bc173c6
 MINI = {"cache pickles": _mini_cache, "category-split pickles": _mini_category, "images and csv files": _mini_images}
 
-# %% ../nbs/02_banks.ipynb #7a2f2f63
 def read_mini_imagenet(root, form, paths, stack) -> dict:
     "mini-ImageNet from any of the three forms."
     want, where, classes = EXPECT["mini-imagenet"], paths[0].parent, {}
@@ -550,7 +539,6 @@ def _folder_files(path):
         if not any(k.startswith(part + "/") for k in out): raise AimError(f"{path/part} holds no pictures; put them into {part}/CLASS/ as {', '.join(SUFFIXES[:3])}.")
     return out
 
-# %% ../nbs/02_banks.ipynb #badda364
 def _square(file, side):
     im = decode(_bytes(file), file, "RGB")
     return np.asarray(ImageOps.fit(im, (side, side), Image.Resampling.LANCZOS))
@@ -587,9 +575,15 @@ def bank_dir(
     return root/check_choice("dataset", name, (*DATASETS, "folder:PATH"))
 
 # %% ../nbs/02_banks.ipynb #3fa8788f
+def _braces(files):
+    "Names that begin and end alike, as a shell would write them: a/{x,y}.b"
+    if len(files) == 1: return files[0]
+    head, tail = os.path.commonprefix(files), os.path.commonprefix([f[::-1] for f in files])[::-1]
+    return f"{head}{{{','.join(f[len(head):len(f) - len(tail)] for f in files)}}}{tail}"
+
 def _missing(name, root, why=""):
     "The error for a dataset that is not there: what was looked for, where, and the ways to get it."
-    forms = "; or ".join(f"{form}: {', '.join(files)}" for form, files in FORMS[name].items())
+    forms = "; or ".join(f"{form}: {_braces(files)}" for form, files in FORMS[name].items())
     return AimError(f"Dataset {name!r} is not below {root}{why}. Looked for {forms}. {WAYS[name]}, AIM_DATA names another root, and `-p dataset glyphs` needs no download.")
 
 # %% ../nbs/02_banks.ipynb #6b6d780d
@@ -619,8 +613,7 @@ def _parts(name, root, download, stack):
     "Everything `write_bank` needs to know."
     if name == "glyphs": return importlib.import_module("aim_nb.glyphs").build_glyphs()
     if name.startswith("folder:"): return read_folder(name)
-    if name == "cifar-fs" and (root/"cifar100"/"bank.json").exists(): found = "the CIFAR-100 bank", ()
-    else: found = find_source(name, root)
+    found = find_source(name, root)
     if not found and download and "downloads" in WAYS.get(name, ""): _download(name, root); found = find_source(name, root)
     if not found: raise _missing(name, root)
     return {"source": found[0], **READERS[name](root, *found, stack)}
@@ -643,7 +636,7 @@ def prepare_bank(
     bank = None if force else _usable(dir)
     if bank: return bank
     if dir.name.startswith("folder-") and name == dir.name: raise AimError(f"{name} can only be built from its pictures: use folder:PATH.")
-    if not download and name in FORMS and not find_source(name, root) and not (name == "cifar-fs" and (root/"cifar100"/"bank.json").exists()): raise _missing(name, root)
+    if not download and name in FORMS and not find_source(name, root): raise _missing(name, root)
     with build_lock(dir), contextlib.ExitStack() as stack:
         bank = None if force else _usable(dir)  # while we waited another process may have built it
         if bank: return bank
@@ -665,7 +658,6 @@ def open_bank(
 # %% ../nbs/02_banks.ipynb #a909bf99
 def _finding(check, ok, detail, bad="problem", **data): return dict(check=check, level="ok" if ok else bad, detail=detail, **data)
 
-# %% ../nbs/02_banks.ipynb #45ee1e5f
 def _sha256(array, rows=4096):
     sha = hashlib.sha256()
     for i in range(0, len(array), rows): sha.update(np.ascontiguousarray(array[i:i + rows]).data)
@@ -684,7 +676,6 @@ def check_counts(bank) -> dict:
     text = f"{len(n)} classes, {len(bank.labels):,} images of {'x'.join(map(str, bank.shape))}; {_span(n)} a class ({_span(n - test)} train, {_span(test)} test)"
     return _finding("counts", n.min() > 0, text, per_class=dict(zip(bank.class_names, n.tolist())))
 
-# %% ../nbs/02_banks.ipynb #d18f344a
 def _span(n): return f"{n.min()}" if n.min() == n.max() else f"{n.min()}-{n.max()}"
 
 # %% ../nbs/02_banks.ipynb #e10d710a

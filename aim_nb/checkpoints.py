@@ -27,17 +27,21 @@ def _raw(t):
 FORMAT = 1  # raised when a file written today could be misread tomorrow
 
 def tensors_sha(tensors) -> str:
-    "A checksum of names, types, shapes and bytes."
+    "A checksum of names, types, shapes and bytes: equal tensors have equal ones."
     h = hashlib.sha256()
     for name in sorted(tensors):
         t = tensors[name]
         h.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode()); h.update(_raw(t))
     return h.hexdigest()
 
+def _seal(tensors, meta):
+    "The checksum of a whole file."
+    return hashlib.sha256((tensors_sha(tensors) + json.dumps(meta)).encode()).hexdigest()
+
 def _header(tensors, meta):
     "Header bytes of a safetensors file, and the names in the order of their data."
     names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))  # widest first keeps every tensor aligned
-    top = dict(format=FORMAT, sha=tensors_sha(tensors), meta=meta)
+    top = dict(format=FORMAT, sha=_seal(tensors, meta), meta=meta)
     head, at = {"__metadata__": {"aim_nb": json.dumps(top)}}, 0
     for n in names:
         t, end = tensors[n], at + tensors[n].numel()*tensors[n].element_size()
@@ -54,7 +58,7 @@ def save_tensors(
 ) -> Path:
     "Write `tensors` and `meta` to `path`, whole or not at all."
     path, tensors = Path(path), {k: v.detach() for k, v in tensors.items()}
-    header, names = _header(tensors, meta or {})
+    header, names = _header(tensors, json.loads(json.dumps(meta or {})))
     with atomic_file(path) as f:
         f.write(header)
         for n in names: f.write(_raw(tensors[n]))
@@ -77,7 +81,7 @@ def load_tensors(
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
         raise DamagedFile(f"{path} is damaged or was not written by this project ({e}).") from e
     if form != FORMAT: raise AimError(f"{path} has format {form}, this version reads format {FORMAT}; use the version that wrote it.")
-    if tensors_sha(tensors) != sha: raise DamagedFile(f"{path} is damaged (its checksum does not fit).")
+    if _seal(tensors, meta) != sha: raise DamagedFile(f"{path} is damaged (its checksum does not fit).")
     if expect is not None: check_identity(meta.get("identity", {}), expect, path)
     return tensors, meta
 

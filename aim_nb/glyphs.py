@@ -228,16 +228,18 @@ def warp(
 # %% ../nbs/03_glyphs.ipynb #1bc816d8
 def ink(
     grey,  # blurred strokes (n, 28, 28) in 0..1
-    level, # (n,) where ink begins: low is a broad pen
+    level, # (n,) where ink begins, as a share of the strokes' own grey: low is a broad pen
 ) -> np.ndarray:
     "Dark ink on white paper (n, 28, 28) uint8."
-    level = level[:, None, None]*np.clip(grey.max((1, 2), keepdims=True), .3, 1)
-    return 255 - np.rint(255*np.clip((grey - level)*4 + .5, 0, 1)).astype(np.uint8)
+    g = np.rint(255*np.clip(grey, 0, 1)).astype(np.int64) # whole numbers, whose sums are exact
+    typical = (g*g).sum((1, 2))/np.maximum(g.sum((1, 2)), 1)/255
+    edge = (level*np.clip(typical, .15, 1)).astype(np.float32)[:, None, None]
+    return 255 - np.rint(255*np.clip((grey - edge)*4 + .5, 0, 1)).astype(np.uint8)
 
 # %% ../nbs/03_glyphs.ipynb #12a40f17
 WRITERS, TRAIN_WRITERS = 20, 15
-HABIT = dict(turn=.12, slant=.25, aspect=.1, pen=.1) # of a writer, kept through a script
-CHANCE = dict(turn=.22, slant=.25, size=.2, shift=2.5, bend=1.9, pen=.14, grain=.12) # of each image
+HABIT = dict(turn=.12, slant=.25, aspect=.1, pen=.12) # of a writer, kept through a script
+CHANCE = dict(turn=.22, slant=.25, size=.2, shift=2.5, bend=1.9, pen=.16, grain=.12) # of each image
 
 def writer_habits(script, seed=0) -> dict:
     "For each writer of `script`: an order of preference of the faces, and habits between -1 and 1."
@@ -248,8 +250,9 @@ def writer_habits(script, seed=0) -> dict:
 def _strokes(glyph, orders):
     "Each writer's favourite among the glyph's faces, blurred, in 0..1."
     chosen = [next(f for f in order if f in glyph.faces) for order in orders]
-    clean = np.stack([boxed(glyph.code, int(f)) for f in chosen]).astype(np.float32)/255
-    return blur(blur(blur(clean)))
+    used, which = np.unique(chosen, return_inverse=True) # blur each face once, however many writers like it
+    clean = np.stack([boxed(glyph.code, int(f)) for f in used]).astype(np.float32)/255
+    return blur(blur(blur(clean)))[which]
 
 # %% ../nbs/03_glyphs.ipynb #40dfd2c5
 def draw_class(
@@ -266,15 +269,18 @@ def draw_class(
     maps = linear_maps(turn, slant, 1.15 + height + own("aspect"), 1.15 + width - own("aspect"))
     moves = draw("shift", 2)[..., None, None].astype(np.float32) + bend_field(draw("bend", 2, NODES, NODES).astype(np.float32))
     grey = warp(_strokes(glyph, w["faces"]), maps, moves)
-    level = (.38 + own("pen") + draw("pen")).astype(np.float32)
+    level = (.55 + own("pen") + draw("pen")).astype(np.float32)
     return ink(grey + draw("grain", SIDE, SIDE).astype(np.float32)/2, level)
 
 # %% ../nbs/03_glyphs.ipynb #9706191a
-def build_glyphs(seed=0) -> dict:
+def build_glyphs(
+    seed=0,   # of writers and chance; the classes are the same for every seed
+    bar=True, # show a progress bar
+) -> dict:
     "Images, labels, image split, class names and class splits of the glyphs dataset."
     splits, labels = glyph_classes(), {}
     glyphs = [g for split in splits.values() for g in split]
-    images = np.stack([draw_class(g, seed) for g in progress(glyphs, desc="glyphs", leave=False)])
+    images = np.stack([draw_class(g, seed) for g in progress(glyphs, desc="glyphs", leave=False, disable=not bar)])
     boxed.cache_clear() # some 40 MB of clean pictures
     for split, members in splits.items(): labels[split] = list(range(sum(map(len, labels.values())), sum(map(len, labels.values())) + len(members)))
     source = f"DejaVu faces of matplotlib, drawn by pillow {PIL.__version__}, seed {seed}"

@@ -13,8 +13,8 @@ from .core import AimError, check_choice
 # %% auto #0
 __all__ = ['TABLES', 'paper_table', 'paper_value', 'Hyper', 'hyper', 'class_split', 'plain_method', 'half_width', 'fewshot_gains',
            'gains', 'errata', 'Seeds', 'seed_summary', 'pooled_sd', 'seed_spread', 'tolerance', 'verdict', 'bands',
-           'band_place', 'in_band', 'plain_right', 'comparability', 'compare', 'reached', 'claims', 'claim_verdict',
-           'claim', 'paper_labels', 'paper_cells']
+           'band_place', 'in_band', 'plain_right', 'comparability', 'compare', 'reached', 'judge', 'claims',
+           'claim_verdict', 'claim', 'paper_labels', 'paper_cells']
 
 # %% ../nbs/01_paper.ipynb #f0bfff25
 TABLES = {"few-shot": "tab:few-shot", "sto_count": "tab:sto_count", "active_mech": "tab:active_mech", "soft_hard": "tab:soft_hard",
@@ -237,18 +237,35 @@ def compare(
 ) -> list:
     "Cells of ours beside the paper's, each with difference and verdict."
     ours = [seed_summary(c["accuracies"], c["cis"]) for c in cells]
-    return [_compared(table, c, s, *seed_spread(s, ours)) for c, s in zip(cells, ours)]
+    equal = [s for c, s in zip(cells, ours) if c.get("comparable", "yes") == "yes"]   # a short run's spread says nothing about a long one's
+    return [_compared(table, c, s, *seed_spread(s, equal)) for c, s in zip(cells, ours)]
 
 # %% ../nbs/01_paper.ipynb #4c875551
+def _plain_rows(row, rows):
+    "The rows of its plain method at the same budget, for all lengths of a trajectory."
+    same = [c for c in ("dataset", "backbone", "n_shot", "budget", "steps") if c in row]
+    return [r for r in rows if r.get("method") == plain_method(row.get("method", "sib")) and all(r.get(c) == row[c] for c in same)]
+
 def reached(
-    row,            # of `compare`
-    rows,           # among which its plain method is looked for
-    in_bands=False, # whether that method meets the bands
+    row,  # of `compare`
+    rows, # among which its plain method is looked for
 ) -> bool:
     "Whether the row counts: its plain method was run in the same setting and is right."
-    same = [c for c in ("dataset", "backbone", "n_shot", "n_classes", "budget") if c in row]
-    plain = [r for r in rows if r.get("method") == plain_method(row.get("method", "sib")) and all(r.get(c) == row[c] for c in same)]
-    return any(r["paper"] is not None and plain_right(r["ours"], r["paper"], in_bands) for r in plain)
+    plain = _plain_rows(row, rows)
+    banded = row["dataset"] == "omniglot" and "n_classes" in row and in_band(plain_method(row["method"]), {r["n_classes"]: r["ours"] for r in plain})
+    here = [r for r in plain if r.get("n_classes") == row.get("n_classes")]
+    return any(r["paper"] is not None and plain_right(r["ours"], r["paper"], banded) for r in here)
+
+# %% ../nbs/01_paper.ipynb #a3985d1f
+def judge(
+    rows,       # of `compare`
+    plain=None, # rows that hold the plain methods (default: the same)
+) -> list:
+    "The rows, with `not reached` where the plain method does not allow a verdict."
+    def word(r):
+        judged, own = r["verdict"].split()[0] in ("reproduced", "differs"), r.get("method", "sib+aim")
+        return "not reached" if judged and own != plain_method(own) and not reached(r, rows if plain is None else plain) else r["verdict"]
+    return [r | {"verdict": word(r)} for r in rows]
 
 # %% ../nbs/01_paper.ipynb #701764f0
 def claims() -> list:

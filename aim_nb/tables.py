@@ -8,7 +8,7 @@ import io, math
 import numpy as np
 import pandas as pd
 from .core import CONTINUAL_METHODS, FEWSHOT_METHODS, Protocol, check_choice, content_key
-from .paper import comparability, compare, hyper, paper_table
+from .paper import comparability, compare, hyper, judge, paper_table
 from .records import field
 
 # %% auto #0
@@ -63,6 +63,13 @@ def _frame(rows, table, coordinates, fixed):
     return frame.sort_values([c for c in coordinates if c not in fixed], key=order, kind="stable", ignore_index=True).drop(columns=list(fixed))
 
 # %% ../nbs/17_tables.ipynb #5b380b45
+_FEWSHOT = ["dataset", "backbone", "n_shot", "method"]
+
+def _fewshot_rows(records, fixed):
+    "The compared cells of one dataset and backbone."
+    mine = [r for r in records if r["task"] == "fewshot" and all(field(r, k) == v for k, v in fixed.items())]
+    return judge(compare("few-shot", _cells(mine, "few-shot", _FEWSHOT)))
+
 def fewshot_table(
     records,          # of few-shot runs
     dataset,
@@ -70,9 +77,7 @@ def fewshot_table(
 ) -> pd.DataFrame:
     "tab:few-shot's block for one dataset and backbone: ours, the paper's, difference and verdict."
     fixed = dict(dataset=dataset, backbone=backbone)
-    mine = [r for r in records if r["task"] == "fewshot" and all(field(r, k) == v for k, v in fixed.items())]
-    coordinates = ["dataset", "backbone", "n_shot", "method"]
-    return _frame(compare("few-shot", _cells(mine, "few-shot", coordinates)), "few-shot", coordinates, fixed)
+    return _frame(_fewshot_rows(records, fixed), "few-shot", _FEWSHOT, fixed)
 
 # %% ../nbs/17_tables.ipynb #0145f65f
 NAMES = {"method": "Method", "n_shot": "Shots", "n_classes": "Classes", "decision": "Decision", "K": "K", "l": "l", "budget": "Budget", "steps": "Steps", "variant": "Variant", "seeds": "Seeds"}
@@ -82,10 +87,16 @@ def _pm(value, ci):
     if value is None or pd.isna(value): return "–"
     return f"{value:.2f}" if ci is None or pd.isna(ci) else f"{value:.2f} ± {ci:.2f}"
 
+def _word(column, value):
+    "A coordinate or label as text."
+    if value is None or value != value: return "–"
+    return method_label(value) if column == "method" else f"{value:g}" if isinstance(value, float) else str(value)
+
 def present(frame) -> pd.DataFrame:
     "A comparison table as text, for people."
     out, shown = pd.DataFrame(index=frame.index), [c for c in NAMES if c in frame and (c != "variant" or frame[c].fillna("").any())]
-    for c in shown: out[NAMES[c]] = ["–" if v is None or v != v else method_label(v) if c == "method" else f"{v:g}" if isinstance(v, float) else str(v) for v in frame[c]]
+    for c in shown: out[NAMES[c]] = [_word(c, v) for v in frame[c]]
+    if "Seeds" in out: out["Seeds"] = [n if pd.isna(sd) else f"{n}, sd {sd:.2f}" for n, sd in zip(out["Seeds"], frame.sd_seed)]
     out["Ours"] = [_pm(a, c) for a, c in zip(frame.ours, frame.ci)]
     out["Paper"] = [_pm(a, c) for a, c in zip(frame.paper, frame.paper_ci)]
     out["Difference"] = ["–" if pd.isna(d) else f"{d:+.2f}" for d in frame.difference]
@@ -135,7 +146,8 @@ def ablation_table(
     own, belongs = ABLATIONS[check_choice("table", table, ABLATIONS)]
     fixed, coordinates = dict(dataset=dataset, backbone=backbone), ["dataset", "backbone", "n_shot", *own]
     mine = [r for r in records if r["method"] == "sib+aim" and all(field(r, k) == v for k, v in fixed.items()) and belongs(r)]
-    return _frame(compare(table, _cells(mine, table, coordinates)), table, coordinates, fixed)
+    rows = judge(compare(table, _cells(mine, table, coordinates)), plain=_fewshot_rows(records, fixed))
+    return _frame(rows, table, coordinates, fixed)
 
 # %% ../nbs/17_tables.ipynb #10c4b371
 def continual_curve(
@@ -160,4 +172,4 @@ def continual_table(
     "tab:continualz's block for one dataset: ours, the paper's, difference and verdict."
     mine = [p for r in records if r["task"] == "continual" and r["dataset"] == dataset for p in _at_each_n(r)]
     coordinates = ["dataset", "method", "n_classes"]
-    return _frame(compare("continualz", _cells(mine, "continualz", coordinates)), "continualz", coordinates, dict(dataset=dataset))
+    return _frame(judge(compare("continualz", _cells(mine, "continualz", coordinates))), "continualz", coordinates, dict(dataset=dataset))

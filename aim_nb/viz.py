@@ -37,7 +37,7 @@ RC = {"figure.facecolor": CARD, "axes.facecolor": CARD, "savefig.facecolor": CAR
 
 class Card(Figure):
     "A figure that shows itself in a notebook as a small PNG."
-    def png(self, colours=64) -> bytes:
+    def png(self, colours=256) -> bytes:
         "The picture as PNG with a palette."
         with plt.rc_context(RC): self.savefig(full := io.BytesIO(), format="png", dpi=RC["figure.dpi"], bbox_inches="tight")
         Image.open(full).convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(small := io.BytesIO(), format="png", optimize=True)
@@ -256,7 +256,7 @@ def attention_trajectories(
         weights = np.asarray(weights); top = np.argsort(-weights[-1])[:K]
         for m in np.argsort(weights[-1]):
             ax.plot(steps, weights[:, m], color=CYCLE[list(top).index(m) % 8] if m in top else "#b5b5b0", lw=1.4 if m in top else .7)
-        ax.set(title=title, xlabel="training step", ylim=(-.02, 1.02)); ax.grid(color=FAINT, lw=.6)
+        ax.set(title=title, xlabel="training step", ylim=(-.02, 1.02)); ax.locator_params(axis="x", nbins=4); ax.grid(color=FAINT, lw=.6)
     axes[0, 0].set_ylabel("attention weight")
     _legend(fig, [Line2D([], [], color=CYCLE[0], lw=1.4, label=f"the {K} active at the end (one colour each)"), Line2D([], [], color="#b5b5b0", lw=.7, label="inhibited")])
     return fig

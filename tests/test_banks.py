@@ -230,8 +230,8 @@ def test_glyphs_are_found_by_name(tmp_path, monkeypatch):
 def test_missing_dataset_says_what_to_do(tmp_path):
     for name in ("omniglot", "cifar100", "cifar-fs", "mini-imagenet"):
         for call in (open_bank, check_bank): refused(tmp_path, str(tmp_path), "Looked for", "-p dataset glyphs", "AIM_DATA", call=lambda: call(name, tmp_path))
-    assert "omniglot-py/images_background[.zip]" in refused(tmp_path, "aim-nb data prepare omniglot")
-    assert "mini-imagenet-cache-train.pkl" in refused(tmp_path, "train.csv", "miniImageNet_category_split_val.pickle", name="mini-imagenet")
+    refused(tmp_path, "omniglot-py/images_{background,evaluation}[.zip]", "aim-nb data prepare omniglot")
+    refused(tmp_path, "mini-imagenet-cache-{train,val,test}.pkl", "{images,train.csv,val.csv,test.csv}", "category_split_{train_phase_train,val,test}.pickle", name="mini-imagenet")
     refused(tmp_path, "'imagenet'", "cifar-fs", "folder:PATH", name="imagenet")
     refused(tmp_path, "folder:PATH", name="folder-0123456789ab")
 

@@ -1,0 +1,232 @@
+"""Checkpoints and the training loop under real accidents: SIGKILL, Ctrl-C, a full disk, damaged files, two processes."""
+import json, os, random, resource, signal, struct, subprocess, sys, tempfile, textwrap, time
+from pathlib import Path
+import pytest, torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from aim_nb.checkpoints import Checkpoints, load_tensors, run_lock, save_tensors
+from aim_nb.core import AimError, torch_rng, worker_env
+from aim_nb.loop import run_loop
+
+# A trainee in a process of its own. argv: folder, steps, where to die ("step:N", "write:N" or ""), kind
+WORKER = textwrap.dedent('''
+    import builtins, json, os, signal, sys, time
+    import torch
+    import aim_nb.checkpoints as ck
+    from aim_nb.core import torch_rng
+    from aim_nb.loop import module_tensors, load_module, optimizer_tensors, load_optimizer, run_loop
+
+    folder, steps, death, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+    class Net:
+        def __init__(self):
+            self.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+            for k, p in self.net.named_parameters():
+                if p.dim() > 1: torch.nn.init.normal_(p, std=.4, generator=torch_rng("init", k))
+                elif k != "1.weight": torch.nn.init.zeros_(p)
+            self.opt = torch.optim.Adam(self.net.parameters(), 1e-2)
+            self.hidden = torch_rng("hidden")  # only the impure kind uses it
+        def step(self, i):
+            if death == f"step:{i}": die()
+            if kind == "slow": time.sleep(.05); print("step", i, flush=True)
+            g = self.hidden if kind == "impure" else torch_rng("data", i)
+            x, y = torch.randn(16, 6, generator=g), torch.randint(3, (16,), generator=g)
+            loss = torch.nn.functional.cross_entropy(self.net.train()(x), y)
+            self.opt.zero_grad(); loss.backward(); self.opt.step()
+            return dict(loss=loss)
+        def validate(self, n):
+            with torch.no_grad(): out = self.net.eval()(torch.randn(64, 6, generator=torch_rng("val")))
+            return dict(accuracy=float(out.max(1).values.mean()))
+        def tensors(self): return module_tensors(self.net, "net.") | optimizer_tensors(self.opt)
+        def load(self, t): load_module(self.net, t, "net."); load_optimizer(self.opt, t)
+
+    writes, whole = [0], ck._raw
+    def half(t):  # dies with a file half written
+        writes[0] += 1
+        if death == f"write:{writes[0]}": die()
+        return whole(t)
+    if death.startswith("write"): ck._raw = half
+
+    trainee = Net()
+    history = run_loop(trainee, steps, val_every=7, checkpoints=ck.Checkpoints(folder, dict(kind="net")), save_every=3)
+    ck.save_tensors(folder + ".end", trainee.tensors(), dict(rows=list(history), best=history.best, resumed=history.resumed))
+''')
+
+def worker(folder, steps=40, death="", kind="net", **kw):
+    return subprocess.Popen([sys.executable, "-c", WORKER, str(folder), str(steps), death, kind], env=worker_env(), text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kw)
+
+def finish(folder, **kw):
+    p = worker(folder, **kw)
+    out, err = p.communicate(timeout=300)
+    return p.returncode, out, err
+
+def end(folder): return load_tensors(str(folder) + ".end")
+
+def same(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")/"run"
+    code, out, err = finish(folder)
+    assert code == 0, err
+    return end(folder)
+
+def test_killed_and_resumed_is_bit_for_bit(tmp_path, straight):
+    "SIGKILL in steps and in the middle of writes; the end is the same in every bit."
+    rng = random.Random(20)
+    deaths = [f"step:{rng.randrange(4, 16)}", f"write:{rng.randrange(30, 150)}", f"step:{rng.randrange(22, 39)}"]
+    for death in deaths:
+        code, _, err = finish(tmp_path/"run", death=death)
+        assert code == -signal.SIGKILL, (death, err)
+        assert not (tmp_path/"run.end").exists()
+    code, out, err = finish(tmp_path/"run")
+    assert code == 0 and "resumed at step" in out, err
+    (tensors, meta), (want, told) = end(tmp_path/"run"), straight
+    assert same(tensors, want)
+    assert meta["rows"] == told["rows"] and meta["best"] == told["best"] and meta["resumed"] > 0 == told["resumed"]
+    assert len(list((tmp_path/"run").glob("step-*"))) == 2 and not list((tmp_path/"run").glob(".*.part"))
+
+def test_the_comparison_can_fail(tmp_path):
+    "Negative control: a trainee whose draws depend on more than the step ends elsewhere after a kill."
+    assert finish(tmp_path/"whole", kind="impure")[0] == 0
+    assert finish(tmp_path/"cut", kind="impure", death="step:17")[0] == -signal.SIGKILL
+    assert finish(tmp_path/"cut", kind="impure")[0] == 0
+    assert not same(end(tmp_path/"cut")[0], end(tmp_path/"whole")[0])
+
+def test_two_processes_and_ctrl_c(tmp_path):
+    "The second process refuses; Ctrl-C saves and says how to go on; a dead process holds nothing."
+    folder = tmp_path/"run"
+    first = worker(folder, steps=2000, kind="slow")
+    while "step 4" not in first.stdout.readline(): pass
+    code, out, err = finish(folder, steps=2000)
+    assert code == 1 and f"process {first.pid} is running this experiment already" in err.splitlines()[-1]
+    first.send_signal(signal.SIGINT)
+    out, err = first.communicate(timeout=60)
+    assert first.returncode in (130, -signal.SIGINT), err[-2000:]
+    assert "saved; run the same command again to go on." in out
+    done = Checkpoints(folder, dict(kind="net")).latest().step
+    assert done >= 5
+    second = worker(folder, steps=2000, kind="slow")
+    while f"step {done + 1}" not in second.stdout.readline(): pass
+    second.kill(); second.communicate()
+    with run_lock(folder): pass
+    assert (folder/".lock").read_text().strip() == str(os.getpid())  # the dead process's lock was taken over
+
+def small(): return dict(W=torch.randn(5, 4, generator=torch_rng(1)), n=torch.arange(3), b=torch.tensor([True, False]), s=torch.tensor(2.5, dtype=torch.float64))
+
+def test_every_layout_comes_back(tmp_path):
+    g = torch_rng(3)
+    x = torch.randn(2, 3, 4, 4, generator=g)
+    tensors = dict(plain=x, last=x.to(memory_format=torch.channels_last), turned=x[0, 0].T, view=x.view(-1)[3:9], tied=x, empty=torch.zeros(0, 3),
+                   half=x.half(), brain=x.bfloat16(), scalar=torch.tensor(7), grad=x.clone().requires_grad_())
+    save_tensors(tmp_path/"t", tensors)
+    back, meta = load_tensors(tmp_path/"t")
+    assert same(back, {k: v.detach() for k, v in tensors.items()}) and meta == {}
+    assert all(back[k].dtype == v.dtype for k, v in tensors.items())
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_damage_is_never_believed(data):
+    "Any flipped bit, lost tail or inserted bytes: refused, or (in the padding) without effect."
+    with tempfile.TemporaryDirectory() as d:
+        path = save_tensors(Path(d)/"f", small(), dict(step=3, note="n"))
+        whole = path.read_bytes()
+        at = data.draw(st.integers(0, len(whole) - 1))
+        how = data.draw(st.sampled_from(("flip", "cut", "insert")))
+        if how == "flip": bad = whole[:at] + bytes([whole[at] ^ (1 << data.draw(st.integers(0, 7)))]) + whole[at+1:]
+        elif how == "cut": bad = whole[:at]
+        else: bad = whole[:at] + data.draw(st.binary(min_size=1, max_size=9)) + whole[at:]
+        path.write_bytes(bad)
+        try: tensors, meta = load_tensors(path)
+        except AimError: return
+        assert same(tensors, small()) and meta == dict(step=3, note="n")
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=300))
+def test_any_bytes_are_refused_in_one_sentence(data):
+    with tempfile.TemporaryDirectory() as d:
+        (Path(d)/"f").write_bytes(data)
+        with pytest.raises(AimError): load_tensors(Path(d)/"f")
+
+def test_a_pickle_is_not_run(tmp_path):
+    "A malicious file in every disguise: refused, and nothing is written or run."
+    import pickle
+    class Evil:
+        def __reduce__(self): return (os.system, (f"touch {tmp_path}/ran",))
+    for name, data in dict(p=pickle.dumps(Evil()), z=struct.pack("<Q", 2**62) + b"{}", h=struct.pack("<Q", 2) + b"{}").items():
+        (tmp_path/name).write_bytes(data)
+        with pytest.raises(AimError): load_tensors(tmp_path/name)
+    head = json.dumps({"W": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 4]}}).encode()
+    (tmp_path/"bomb").write_bytes(struct.pack("<Q", len(head)) + head + b"1234")
+    with pytest.raises(AimError): load_tensors(tmp_path/"bomb")
+    assert not (tmp_path/"ran").exists()
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
+    files = Checkpoints(tmp_path/"run", dict(a=1))
+    files.save(1, small())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(AimError, match="could not be written"): files.save(2, dict(W=torch.zeros(10_000)))
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files.latest().step == 1 and same(files.latest().tensors, small())
+    assert not list((tmp_path/"run").glob(".*.part"))
+
+def test_a_read_only_folder_is_one_clear_error():
+    with tempfile.TemporaryDirectory() as d:
+        folder, me = Path(d)/"run", os.geteuid()
+        Checkpoints(folder, {}).save(1, small())
+        (folder/".lock").touch(mode=0o444)
+        os.chmod(d, 0o755); os.chmod(folder, 0o555)
+        if me == 0: os.seteuid(65534)  # root may write anywhere
+        try:
+            with pytest.raises(AimError, match="could not be written"): Checkpoints(folder, {}).save(2, small())
+            with pytest.raises(AimError, match="cannot be written"): run_lock(folder).__enter__()
+            assert Checkpoints(folder, {}).latest().step == 1
+        finally:
+            os.seteuid(me); os.chmod(folder, 0o755)
+
+def test_another_identity_is_never_half_loaded(tmp_path):
+    class Line:
+        w = torch.zeros(2)
+        def step(self, i): self.w = self.w + 1; return dict(loss=self.w.sum())
+        def tensors(self): return dict(w=self.w)
+        def load(self, t): self.w = t["w"]
+    run_loop(Line(), 3, checkpoints=Checkpoints(tmp_path, dict(dataset="glyphs", aim=dict(M=32))))
+    other = Line()
+    with pytest.raises(AimError) as e: run_loop(other, 5, checkpoints=Checkpoints(tmp_path, dict(dataset="omniglot", aim=dict(M=64))))
+    assert "aim.M is 32 there, 64 here" in str(e.value) and "dataset is glyphs there, omniglot here" in str(e.value)
+    assert other.w.tolist() == [0, 0] and Checkpoints(tmp_path, dict(dataset="glyphs", aim=dict(M=32))).latest().step == 3
+    class Wider(Line): w = torch.zeros(3)
+    wider = Wider()
+    with pytest.raises(AimError, match="w missing or of another shape"): run_loop(wider, 5, checkpoints=Checkpoints(tmp_path, dict(dataset="glyphs", aim=dict(M=32))))
+    assert wider.w.tolist() == [0, 0, 0]
+
+def test_fresh_starts_over(tmp_path, monkeypatch):
+    from aim_nb import loop
+    monkeypatch.setenv("AIM_FRESH", "1")
+    monkeypatch.setattr(loop, "_begun", set())
+    class Count:
+        n = torch.tensor(0.)
+        def step(self, i): self.n = self.n + 1; return dict(loss=self.n)
+        def tensors(self): return dict(n=self.n)
+        def load(self, t): self.n = t["n"]
+    files = Checkpoints(tmp_path, {})
+    files.save(2, dict(n=torch.tensor(50.)), dict(history={}, window={}))
+    a = Count(); run_loop(a, 4, checkpoints=files)
+    assert a.n == 4                         # what was there is forgotten
+    b = Count(); assert run_loop(b, 4, checkpoints=files).resumed == 4 and b.n == 4  # once for each run in a process
+
+def test_bad_numbers_never_reach_the_disk(tmp_path):
+    class Bad:
+        def __init__(self, where): self.w, self.where = torch.ones(2), where
+        def step(self, i):
+            if i == 13 and self.where == "state": self.w = self.w*float("inf")
+            return dict(loss=torch.tensor(float("nan") if i == 13 and self.where == "loss" else 1.))
+        def tensors(self): return dict(w=self.w)
+        def load(self, t): self.w = t["w"]
+    for where, said in (("loss", "loss is nan at step 13"), ("state", "w is no longer finite after step 1[3-9]")):
+        files = Checkpoints(tmp_path/where, {})
+        with pytest.raises(AimError, match=said): run_loop(Bad(where), 100, checkpoints=files, save_every=5)
+        assert files.latest().step == 10
