@@ -257,7 +257,7 @@ class Gradient(NamedTuple):
     p: Plan
     wz: torch.Tensor; g: torch.Tensor                     # dW_M[m] = wz_m^T g_m
     z: torch.Tensor; dk: torch.Tensor                     # dW_K = z^T dk, db_K = sum dk
-    h: torch.Tensor; dq: torch.Tensor; dh: torch.Tensor   # dW_Q[m] = h_m^T dq_m; rows follow p.active
+    h: torch.Tensor; dq: torch.Tensor; dh: object         # dW_Q[m] = h_m^T dq_m; rows follow p.active
 
 # %% ../nbs/10_aim.ipynb #95b3cb07
 def unit(y):
@@ -286,8 +286,8 @@ def aim_saved(aim, z, q, ranks=None):
 
 # %% ../nbs/10_aim.ipynb #9b7aa323
 @torch.no_grad()
-def aim_gradient(aim, saved, g):
-    "The gradient of every parameter of AIM for g = dL/dout, in factors."
+def aim_gradient(aim, saved, g, with_dh=True):
+    "The gradient of every parameter of AIM for g = dL/dout, in factors. Without dh only if the step follows at once."
     z, q, k, w, p, Y, out, norm = saved
     if norm is not None: g = unit_grad(g, out, norm)
     G = g.index_select(0, p.rows)
@@ -296,8 +296,7 @@ def aim_gradient(aim, saved, g):
     dS = k.new_zeros(len(z), aim.M).index_put_((p.rows, p.mech), ds)
     A = torch.tensor(p.active, device=z.device)
     dq, h = (dS.t() @ k).index_select(0, A), aim.h.index_select(0, A)
-    dh = torch.empty_like(h)
-    for i, m in enumerate(p.active): torch.mv(aim.W_Q[m], dq[i], out=dh[i])
+    dh = torch.stack([torch.mv(aim.W_Q[m], u) for m, u in zip(p.active, dq)]) if with_dh and p.active else None
     return Gradient(p, z.index_select(0, p.rows)*w[:, None], G, z, dS @ q, h, dq, dh)
 
 # %% ../nbs/10_aim.ipynb #0730114a
@@ -305,14 +304,14 @@ def aim_gradient(aim, saved, g):
 def aim_step_(aim, grad, q, lr):
     "W -= lr dW for the mechanisms in use, in place; returns the queries after it."
     p, q = grad.p, q.clone()
-    A = torch.tensor(p.active, device=q.device)
     aim.W_K.addmm_(grad.z.t(), grad.dk, alpha=-lr)
     if aim.b_K is not None: aim.b_K.sub_(grad.dk.sum(0), alpha=lr)
-    aim.h.index_add_(0, A, grad.dh, alpha=-lr)
-    for i, (m, wz, g) in enumerate(zip(p.active, grad.wz.split(p.sizes), grad.g.split(p.sizes))):
-        aim.W_M[m].addmm_(wz.t(), g, alpha=-lr)
-        aim.W_Q[m].addr_(grad.h[i], grad.dq[i], alpha=-lr)
-        torch.mv(aim.W_Q[m].t(), aim.h[m], out=q[m])
+    for m, wz, g in zip(p.active, grad.wz.split(p.sizes), grad.g.split(p.sizes)): aim.W_M[m].addmm_(wz.t(), g, alpha=-lr)
+    for i, (m, h, u) in enumerate(zip(p.active, grad.h, grad.dq)):
+        W_Q, h_m = aim.W_Q[m], aim.h[m]
+        h_m.sub_(torch.mv(W_Q, u) if grad.dh is None else grad.dh[i], alpha=lr)
+        W_Q.addr_(h, u, alpha=-lr)
+        torch.mv(W_Q.t(), h_m, out=q[m])
     return q
 
 # %% ../nbs/10_aim.ipynb #ea4a4d50
@@ -332,6 +331,7 @@ class Fused(Attentive):
     def forward_saved(self, z, ranks=None): return aim_saved(self, z, self.fused_queries(), ranks)
     def gradient(self, saved, g): return aim_gradient(self, saved, g)
     def step_(self, grad, lr): self._remember(aim_step_(self, grad, self.fused_queries(), lr))
+    def sgd_(self, saved, g, lr): self.step_(aim_gradient(self, saved, g, with_dh=False), lr)
     @torch.no_grad()
     def snapshot(self, saved):
         "A copy of what `sgd_(saved, ...)` will change."

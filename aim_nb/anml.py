@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 import torch.nn.functional as F
-from .backbones import make_backbone
+from .backbones import make_backbone, pool2
 from .core import AimError, check_choice
 from .oml import FastTail, Tail, draw_all_ranks, explicit_loss, linear, make_layer, reduced
 
@@ -79,8 +79,8 @@ class FastLastNorm:
         self.slow = dict(self.last.norm.named_parameters())
         self.fast = {k: v.detach().clone().requires_grad_() for k, v in self.slow.items()}
 
-    def below(self, x): return self.last.conv(self.p.blocks[:-1](self.p.prepare(x) if hasattr(self.p, "prepare") else x))
-    def above(self, u, weights): return functional_call(self.last.norm, weights, (u,)).relu().flatten(1)
+    def below(self, x): return self.last.conv(self.p.blocks[:-1](x))
+    def above(self, u, weights): return pool2(functional_call(self.last.norm, weights, (u,)), self.last.pool).flatten(1)
 
     def __call__(self, u):
         with torch.enable_grad(): self.out = self.above(u, self.fast)

@@ -14,7 +14,7 @@ from .core import AimError, check_choice
 # %% auto #0
 __all__ = ['split_parameters', 'inner_step', 'inner_loop', 'outer_gradient', 'Shared', 'shared_weights', 'Step', 'support_step',
            'step_attention', 'step_output', 'mixed_value', 'pair_gradient', 'normalise_grad', 'adapt_batch', 'Fast',
-           'FastLinear', 'FastAIM', 'aim_step_terms']
+           'FastLinear', 'forward_terms', 'step_terms', 'state_step', 'FastAIM']
 
 # %% ../nbs/11_fastweights.ipynb #4fe17380
 def split_parameters(
@@ -177,8 +177,9 @@ class Fast:
     def __init__(self, lr, order="first"):
         self.lr, self.order, self.terms = lr, check_choice("order", order, ("first", "second")), ()
     def _add(self, *rows): # one more block of rank-one terms
-        self.terms = rows if not self.terms else tuple(torch.cat(t) for t in zip(self.terms, rows))
-    def _mode(self): return torch.set_grad_enabled(torch.is_grad_enabled() and self.order == "second")   # first order: terms are constants
+        self.terms = tuple(rows) if not self.terms else tuple(torch.cat(t) for t in zip(self.terms, rows))
+    def _mode(self): return torch.set_grad_enabled(torch.is_grad_enabled() and self.order == "second")
+    def _constant(self, ts): return ts if self.order == "second" else [t if t is None else t.detach() for t in ts]   # first order: terms are constants
 
 class FastLinear(Fast):
     "A linear layer, weight (out, in), as slow weights and rank-one terms."
@@ -199,8 +200,7 @@ class FastLinear(Fast):
         with self._mode():
             df = g @ self.weight
             if self.terms: df = df - self.lr*((g @ self.terms[1].mT) @ self.terms[0])
-            self._add(*(t.reshape(-1, t.shape[-1]) for t in (self.f, g)))
-            if self.order == "first": self.terms = tuple(t.detach() for t in self.terms)
+            self._add(*(t.reshape(-1, t.shape[-1]) for t in self._constant([self.f, g])))
         return df
     def weights(self) -> dict:
         "The fast weights, written out."
@@ -208,68 +208,22 @@ class FastLinear(Fast):
         w = {"weight": self.weight - self.lr*g_s.mT @ f_s}
         return w if self.bias is None else {**w, "bias": self.bias - self.lr*g_s.sum(0)}
 
+# %% ../nbs/11_fastweights.ipynb #06ed75bb
+def forward_terms(aim, lr, terms, x, q, ranks):
+    "Keys, scores, mask, sum of mechanisms and inner products with earlier rows, at the fast weights."
+    k, gram = aim.keys(x), None
+    if terms:
+        gram = x @ terms[0].mT
+        k = k - lr*((gram if aim.b_K is None else gram + 1) @ terms[3])
+    a = aim.scores(k, q)
+    mask = aim.choose(a.detach(), ranks)
+    y = mix(x, aim.W_M, a, mask)
+    if terms: y = y - lr*(((a*mask) @ terms[1].mT*gram) @ terms[2])
+    return k, a, mask, y, gram
+
 # %% ../nbs/11_fastweights.ipynb #ca76b23e
-class FastAIM(Fast):
-    "AIM as slow weights and rank-one terms: idle mechanisms are never touched."
-    def __init__(self, aim, lr, order="first"):
-        super().__init__(lr, order)
-        self.aim, self.h, self.ids = aim, aim.h if order == "second" else aim.h.detach(), None
-        self.H = self.U = None                  # states and query gradients of every use of a mechanism, beside `ids`
-        with torch.no_grad(): self.q = aim.queries()
-
-    def queries(self):
-        "The queries at the fast weights; differentiable in the slow ones when grad mode is on."
-        if not torch.is_grad_enabled(): return self.q
-        h = self.aim.h + (self.h - self.aim.h).detach() if self.order == "first" else self.h    # the value of the fast h, the derivative of the slow one
-        q = torch.bmm(h[:, None], self.aim.W_Q)[:, 0]
-        if self.ids is None: return q
-        return q.index_add(0, self.ids, (h[self.ids]*self.H).sum(-1, keepdim=True)*self.U, alpha=-self.lr)
-
-    def __call__(self, z, ranks=None): # (B, D) or (D,)
-        aim, x, q = self.aim, z.reshape(-1, z.shape[-1]), self.queries()
-        k = aim.keys(x)
-        gram = x @ self.terms[0].mT if self.terms else None
-        if self.terms: k = k - self.lr*((gram if aim.b_K is None else gram + 1) @ self.terms[3])
-        a = aim.scores(k, q)
-        mask = aim.choose(a.detach(), ranks)
-        y = mix(x, aim.W_M, a, mask)
-        if self.terms: y = y - self.lr*(((a*mask) @ self.terms[1].mT*gram) @ self.terms[2])
-        self.last = x, q, k, a, mask, y, gram
-        return (unit(y)[0] if aim.gate == "raw" else y).reshape(*z.shape[:-1], aim.d_out)
-
-    def step(self, g): # dL/d(output)
-        "One SGD step on all of AIM's parameters; returns dL/dz at the weights before it."
-        with self._mode():
-            last = self.last if self.order == "second" else [None if t is None else t.detach() for t in self.last]
-            dz, *new, dq, mask = aim_step_terms(self.aim, self.lr, self.terms, *last, g.reshape(-1, g.shape[-1]))
-            self._move(dq, mask)
-            self._add(*new)
-        return dz.reshape(*g.shape[:-1], -1)
-
-    def _move(self, dq, mask):
-        "Step h and W_Q of the active mechanisms and refresh their queries."
-        A = mask.any(0).nonzero()[:, 0]
-        W_Q, h, u = (t.index_select(0, A) for t in (self.aim.W_Q, self.h, dq))
-        same = None if self.ids is None else (self.ids[:, None] == A).to(u)                       # (terms, active)
-        dh = (W_Q*u[:, None]).sum(-1)
-        if same is not None: dh = dh - self.lr*((self.U @ u.mT)*same).mT @ self.H
-        self.ids, self.H, self.U = [new if old is None else torch.cat([old, new]) for old, new in ((self.ids, A), (self.H, h), (self.U, u))]
-        h = h - self.lr*dh
-        same = (self.ids[:, None] == A).to(u)
-        q = torch.bmm(h[:, None], W_Q)[:, 0] - self.lr*((self.H @ h.mT)*same).mT @ self.U
-        self.h, self.q = self.h.index_copy(0, A, h), self.q.index_copy(0, A, q.detach())
-
-    def weights(self) -> dict:
-        "The fast weights, written out."
-        aim, (z, w, g, dk) = self.aim, self.terms
-        W_Q = aim.W_Q.index_add(0, self.ids, self.H[:, :, None]*self.U[:, None], alpha=-self.lr)
-        W_M = aim.W_M - self.lr*torch.einsum("sm,sd,sv->mdv", w, z, g)
-        out = dict(h=self.h, W_Q=W_Q, W_K=aim.W_K - self.lr*z.mT @ dk, W_M=W_M)
-        return out if aim.b_K is None else {**out, "b_K": aim.b_K - self.lr*dk.sum(0)}
-
-# %% ../nbs/11_fastweights.ipynb #7b4fc0a7
-def aim_step_terms(aim, lr, terms, x, q, k, a, mask, y, gram, g):
-    "dL/dz, the new terms (z, w, g, dk), dq and the mask, for g = dL/dout at the fast weights."
+def step_terms(aim, lr, terms, x, q, k, a, mask, y, gram, g):
+    "The table's gradients for g = dL/dout: dL/dz, the new terms (z, w, g, dk), and dq."
     if aim.gate == "raw": g = normalise_grad(y, g)
     w = a*mask
     dz, da = mix_grads(x, aim.W_M, a, g, mask)
@@ -277,8 +231,59 @@ def aim_step_terms(aim, lr, terms, x, q, k, a, mask, y, gram, g):
         z_s, w_s, g_s, dk_s = terms
         gg = g @ g_s.mT
         dz, da = dz - lr*((w @ w_s.mT*gg) @ z_s), (da - lr*((gram*gg) @ w_s))*mask
-    ds = da*a*(1 - a) if aim.gate == "sigmoid" else da
-    dk, dq = ds @ q/math.sqrt(aim.d_k), ds.mT @ k/math.sqrt(aim.d_k)
+    ds = (da*a*(1 - a) if aim.gate == "sigmoid" else da)/math.sqrt(aim.d_k)
+    dk, dq = ds @ q, ds.mT @ k
     dz = dz + dk @ aim.W_K.mT
     if terms: dz = dz - lr*((dk @ dk_s.mT) @ z_s)
-    return dz, x, w, g, dk, dq, mask
+    return dz, (x, w, g, dk), dq
+
+# %% ../nbs/11_fastweights.ipynb #7b4fc0a7
+def state_step(W_Q, lr, A, h, u, ids, H, U):
+    "The states h of the active mechanisms A after a step with query gradients u, their queries, and the longer lists."
+    dh = (W_Q*u[:, None]).sum(-1)
+    if len(ids): dh = dh - lr*((U @ u.mT)*(ids[:, None] == A)).mT @ H
+    ids, H, U = (torch.cat(t) for t in ((ids, A), (H, h), (U, u)))
+    h = h - lr*dh
+    q = torch.bmm(h[:, None], W_Q)[:, 0] - lr*((H @ h.mT)*(ids[:, None] == A)).mT @ U
+    return h, q, (ids, H, U)
+
+# %% ../nbs/11_fastweights.ipynb #a012cc3c
+class FastAIM(Fast):
+    "AIM as slow weights and rank-one terms: idle mechanisms are never touched."
+    def __init__(self,
+        aim,           # slow; never changed
+        lr,            # nu_in
+        order="first", # second keeps the inner loop's graph
+    ):
+        super().__init__(lr, order)
+        self.aim, self.h = aim, aim.h if order == "second" else aim.h.detach()
+        self.uses = torch.empty(0, dtype=torch.long, device=aim.h.device), self.h[:0], aim.W_Q[:0, 0].detach()
+        with torch.no_grad(): self.q = aim.queries()
+    def queries(self):
+        "The queries at the fast weights; differentiable in the slow ones when grad mode is on."
+        if not torch.is_grad_enabled(): return self.q
+        ids, H, U = self.uses
+        h = self.aim.h + (self.h - self.aim.h).detach() if self.order == "first" else self.h    # the value of the fast h with the derivative of the slow one
+        q = torch.bmm(h[:, None], self.aim.W_Q)[:, 0]
+        return q.index_add(0, ids, (h[ids]*H).sum(-1, keepdim=True)*U, alpha=-self.lr)
+    def __call__(self, z, ranks=None): # (B, D) or (D,)
+        x, q = z.reshape(-1, z.shape[-1]), self.queries()
+        k, a, mask, y, gram = forward_terms(self.aim, self.lr, self.terms, x, q, ranks)
+        self.last = x, q, k, a, mask, y, gram
+        return (unit(y)[0] if self.aim.gate == "raw" else y).reshape(*z.shape[:-1], self.aim.d_out)
+    def step(self, g): # dL/d(output)
+        "One SGD step on all of AIM's parameters; returns dL/dz at the weights before it."
+        with self._mode():
+            dz, terms, dq = step_terms(self.aim, self.lr, self.terms, *self._constant(self.last), *self._constant([g.reshape(-1, g.shape[-1])]))
+            A = self.last[4].any(0).nonzero()[:, 0]
+            h, q, self.uses = state_step(self.aim.W_Q.index_select(0, A), self.lr, A, self.h.index_select(0, A), dq.index_select(0, A), *self.uses)
+            self.h, self.q = self.h.index_copy(0, A, h), self.q.index_copy(0, A, q.detach())
+            self._add(*terms)
+        return dz.reshape(*g.shape[:-1], self.aim.d_in)
+    def weights(self) -> dict:
+        "The fast weights, written out."
+        aim, (z, w, g, dk), (ids, H, U) = self.aim, self.terms, self.uses
+        W_Q = aim.W_Q.index_add(0, ids, H[:, :, None]*U[:, None], alpha=-self.lr)
+        W_M = aim.W_M - self.lr*torch.einsum("sm,sd,sv->mdv", w, z, g)
+        out = dict(h=self.h, W_Q=W_Q, W_K=aim.W_K - self.lr*z.mT @ dk, W_M=W_M)
+        return out if aim.b_K is None else {**out, "b_K": aim.b_K - self.lr*dk.sum(0)}

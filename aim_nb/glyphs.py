@@ -133,7 +133,7 @@ def distinct(
 # %% ../nbs/03_glyphs.ipynb #ecf105a7
 def agreeing_faces(
     code,     # a code point
-    least=.7, # likeness with the character's first face
+    least=.75, # likeness with the character's first face
 ) -> tuple:
     "The faces that draw `code` in the same design as the first face that has it."
     faces = coverage()[code]
@@ -234,12 +234,12 @@ def ink(
     g = np.rint(255*np.clip(grey, 0, 1)).astype(np.int64) # whole numbers, whose sums are exact
     typical = (g*g).sum((1, 2))/np.maximum(g.sum((1, 2)), 1)/255
     edge = (level*np.clip(typical, .15, 1)).astype(np.float32)[:, None, None]
-    return 255 - np.rint(255*np.clip((grey - edge)*4 + .5, 0, 1)).astype(np.uint8)
+    return 255 - np.rint(255*np.clip(2*(grey/edge - 1) + .5, 0, 1)).astype(np.uint8)
 
 # %% ../nbs/03_glyphs.ipynb #12a40f17
 WRITERS, TRAIN_WRITERS = 20, 15
-HABIT = dict(turn=.12, slant=.25, aspect=.1, pen=.12) # of a writer, kept through a script
-CHANCE = dict(turn=.22, slant=.25, size=.2, shift=2.5, bend=1.9, pen=.16, grain=.12) # of each image
+HABIT = dict(turn=.12, slant=.25, aspect=.1, pen=.1) # of a writer, kept through a script
+CHANCE = dict(turn=.2, slant=.25, size=.2, shift=2.2, bend=1.6, pen=.14, grain=.25) # of each image
 
 def writer_habits(script, seed=0) -> dict:
     "For each writer of `script`: an order of preference of the faces, and habits between -1 and 1."
@@ -270,7 +270,7 @@ def draw_class(
     moves = draw("shift", 2)[..., None, None].astype(np.float32) + bend_field(draw("bend", 2, NODES, NODES).astype(np.float32))
     grey = warp(_strokes(glyph, w["faces"]), maps, moves)
     level = (.55 + own("pen") + draw("pen")).astype(np.float32)
-    return ink(grey + draw("grain", SIDE, SIDE).astype(np.float32)/2, level)
+    return ink(grey*(1 + draw("grain", SIDE, SIDE).astype(np.float32)), level)
 
 # %% ../nbs/03_glyphs.ipynb #9706191a
 def build_glyphs(

@@ -44,10 +44,13 @@ class Tail(nn.Module):
         self.layer = layer(d_reduce or d) if layer else Identity(d_reduce or d)
         self.fc = linear(self.layer.d_out, n_out, generator)
 
-    def forward(self, f, ranks=None):
+    def reduced(self, f):
+        "The input of the layer."
         z = f if self.reduce is None else self.reduce(f)
-        if self.reduce is not None and self.relu: z = z.relu()
-        return self.fc(self.layer(z, ranks=ranks))
+        return z.relu() if self.reduce is not None and self.relu else z
+
+    def embed(self, f, ranks=None): return self.layer(self.reduced(f), ranks=ranks)    # the input of fc
+    def forward(self, f, ranks=None): return self.fc(self.embed(f, ranks))
 
 # %% ../nbs/13_oml.ipynb #4673c230
 def _fast(layer, lr, order):
@@ -139,9 +142,8 @@ class OML(nn.Module):
 
     def forward(self, x, ranks=None): return self.tail(self.rln(x), ranks)
 
-    def features(self, x):
-        "What is fixed at meta-test: the input of the tail."
-        return self.rln(x)
+    def features(self, x): return self.rln(x)             # the input of the tail
+    def fast_names(self, fast_set="paper"): return ("tail",)
 
 # %% ../nbs/13_oml.ipynb #c3730160
 @torch.no_grad()

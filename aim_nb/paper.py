@@ -141,7 +141,7 @@ def seed_summary(
 ) -> Seeds:
     "Sum up the seeds of one cell."
     n, mean = len(accuracies), sum(accuracies)/len(accuracies)
-    se = half_width(*(c/1.96 for c in cis))/n
+    se = sum(cis)/len(cis)/1.96 if cis else 0. # all seeds are tested on the same episodes: their noise does not average out
     sd = math.sqrt(sum((a - mean)**2 for a in accuracies)/(n - 1)) if n > 1 else None
     return Seeds(mean, se, sd, n)
 

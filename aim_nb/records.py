@@ -13,7 +13,7 @@ from .core import AimError, Budget, Protocol, atomic_write, content_key, project
 # %% auto #0
 __all__ = ['FORMAT', 'IDENTITY', 'OUTCOME', 'CIRCUMSTANCES', 'record_key', 'code_commit', 'versions', 'new_record',
            'check_record', 'records_dir', 'kept_dir', 'record_name', 'save_record', 'read_record', 'field',
-           'read_records', 'find_record', 'keep', 'essence', 'cell']
+           'read_records', 'find_record', 'keep', 'essence']
 
 # %% ../nbs/06_records.ipynb #77fd58fe
 FORMAT = 1
@@ -143,14 +143,3 @@ def keep(
 def essence(rec) -> dict:
     "What two runs of the same question must agree on."
     return {k: rec[k] for k in (*IDENTITY, *OUTCOME, "format", "key")}
-
-# %% ../nbs/06_records.ipynb #a809fb0a
-def cell(
-    records,          # the seeds of one question
-    metric="accuracy",
-) -> dict:
-    "Mean over seeds, spread between seeds, and the mean standard error of a single run."
-    values = torch.tensor([r["metrics"][metric] for r in records], dtype=torch.float64)
-    ci = [r["metrics"].get("ci95") for r in records]
-    return dict(mean=values.mean().item(), n_seeds=len(values), sd_seed=values.std().item() if len(values) > 1 else None,
-                se=sum(ci)/len(ci)/1.96 if all(c is not None for c in ci) else None)

@@ -73,7 +73,7 @@ def plain_sib(
 # %% ../nbs/12_sib.ipynb #ddaab2f6
 class _Step(NamedTuple):
     "One refinement step as the backward pass needs it."
-    c: Tensor; beta: Tensor; g: Tensor; net: tuple; rho: Tensor; sigma: Tensor; Grho: Tensor; nu: Tensor; c_next: Tensor; beta_next: Tensor
+    c: Tensor; beta: Tensor; g: Tensor; net: tuple; rho: Tensor; sigma: Tensor; Grho: Tensor; nu: Tensor; inv: Tensor; c_next: Tensor; beta_next: Tensor
 
 def _refine(p, G, c, beta) -> _Step:
     "One synthetic gradient step in terms of cosines `c` (..., q, n_way) and `beta` (..., 1, n_way)."
@@ -81,8 +81,9 @@ def _refine(p, G, c, beta) -> _Step:
     rho = beta*g
     sigma, Grho = (rho*c).sum(-2, keepdim=True), G @ rho
     nu = torch.addcmul((rho*Grho).sum(-2, keepdim=True), sigma, sigma, value=-1).add_(1)
-    c_next = torch.addcmul(c, sigma, c).sub_(Grho).mul_(nu.rsqrt())
-    return _Step(c, beta, g, net, rho, sigma, Grho, nu, c_next, beta/nu)
+    inv = nu.rsqrt()
+    c_next = torch.addcmul(c, sigma, c).sub_(Grho).mul_(inv)
+    return _Step(c, beta, g, net, rho, sigma, Grho, nu, inv, c_next, beta/nu)
 
 # %% ../nbs/12_sib.ipynb #4796ca7b
 _BN_EPS = 1e-5
@@ -127,7 +128,7 @@ def sib_refine(
 # %% ../nbs/12_sib.ipynb #ccd7b2b8
 class _Saved(NamedTuple):
     "What `sib_backward` needs."
-    A: Tensor; n: int; inv: Tensor; X: Tensor; mean: Tensor; norm: Tensor; theta: Tensor; Q: Tensor; G: Tensor; tape: list; c: Tensor
+    X: Tensor; Q: Tensor; A: Tensor; inv: Tensor; mean: Tensor; theta: Tensor; norm: Tensor; ii: Tensor; G: Tensor; c0: Tensor; tape: list
 
 def sib_forward(
     p: SIBParams,
@@ -137,32 +138,33 @@ def sib_forward(
 ) -> tuple:
     "Logits (..., q, n_way) and what `sib_backward` needs; run it under `torch.no_grad()`."
     n = A.shape[-1]
-    inv = torch.linalg.vector_norm(X, dim=-1, keepdim=True).clamp_min_(1e-12).reciprocal_()
-    X = X*inv
-    Q = X if n == X.shape[-2] else X[..., n:, :]
-    mean = A @ X[..., :n, :]
+    k = 0 if n == X.shape[-2] else n                                  # where the queries begin
+    XX, Q = X @ X.mT, X[..., k:, :]
+    inv = XX.diagonal(dim1=-2, dim2=-1).clamp_min(1e-24).rsqrt_()[..., None]
+    ii = inv[..., k:, :]*inv[..., k:, :].mT
+    mean = (A*inv[..., :n, :].mT) @ X[..., :n, :]
     theta = p.w*mean
     norm = torch.linalg.vector_norm(theta, dim=-1, keepdim=True).clamp_min_(1e-12)
     theta = theta/norm
-    c, G = Q @ theta.mT, Q @ Q.mT
+    c, G = (Q @ theta.mT).mul_(inv[..., k:, :]), XX[..., k:, k:]*ii
     logits, tape = sib_refine(p, c, norm, G, steps, eps)
-    return logits, _Saved(A, n, inv, X, mean, norm, theta, Q, G, tape, tape[-1].c_next if tape else c)
+    return logits, _Saved(X, Q, A, inv, mean, theta, norm, ii, G, c, tape)
 
 # %% ../nbs/12_sib.ipynb #d6e36576
 class _Back(NamedTuple):
-    "What one step's backward pass yields."
-    dc: Tensor; dbeta: Tensor; dGrho: Tensor; ds: Tensor; net: tuple
+    "What one step's backward pass yields; `minus` is the negative of the gradient with respect to G rho."
+    dc: Tensor; dbeta: Tensor; minus: Tensor; ds: Tensor; net: tuple
 
 def _refine_back(p, G, st: _Step, dc, dbeta) -> _Back:
     "Gradients of one refinement step, given those of its results."
-    dnum = dc*st.nu.rsqrt()
-    dnu = (dc*st.c_next).sum(-2, keepdim=True).mul_(.5).addcmul_(dbeta, st.beta_next).div_(st.nu).neg_()
-    dGrho = torch.addcmul(dnum.neg(), dnu, st.rho)
+    dnum = dc*st.inv
+    dnu = (dc*st.c_next).sum(-2, keepdim=True).addcmul_(dbeta, st.beta_next, value=2).div_(st.nu).mul_(-.5)
+    minus = torch.addcmul(dnum, dnu, st.rho, value=-1)
     dsigma = torch.addcmul((dnum*st.c).sum(-2, keepdim=True), st.sigma, dnu, value=-2)
-    drho = torch.addcmul(dsigma*st.c, dnu, st.Grho).add_(G @ dGrho)
+    drho = torch.addcmul(dsigma*st.c, dnu, st.Grho).sub_(G @ minus)
     ds, net = _dni_back(p, st.net, drho*st.beta)
     dc = torch.addcmul(dnum, dnum, st.sigma).addcmul_(dsigma, st.rho).addcmul_(ds, p.scale)
-    return _Back(dc, (drho*st.g).sum(-2, keepdim=True).addcdiv_(dbeta, st.nu), dGrho, ds, net)
+    return _Back(dc, (drho*st.g).sum(-2, keepdim=True).addcdiv_(dbeta, st.nu), minus, ds, net)
 
 # %% ../nbs/12_sib.ipynb #be71134b
 def _norm_back(dy, h, g, stats, E):
@@ -182,18 +184,23 @@ def _dni_back(p, net, dg):
     return _unrows(d1 @ p.W1, dg), ((d1, d2, d3), (x, y1, y2), (dg1, dc1, dg2, dc2))
 
 # %% ../nbs/12_sib.ipynb #b794eca7
-def _unit_back(dxhat, xhat, inv):
-    "Gradient through x -> x/||x||."
-    return torch.addcmul(dxhat, xhat, (dxhat*xhat).sum(-1, keepdim=True), value=-1).mul_(inv)
+def _queries_back(sv: _Saved, dc, minus, dQ):
+    "Write the gradient with respect to the raw queries to `dQ`; `minus` is the negative of dG + dG^T."
+    row = (dc*sv.c0).sum(-1).sub_((minus*sv.G).sum(-1))
+    minus.diagonal(dim1=-2, dim2=-1).add_(row)
+    torch.matmul(dc*sv.inv[..., -dc.shape[-2]:, :], sv.theta, out=dQ)
+    (dQ.addmm_ if dQ.dim() == 2 else dQ.baddbmm_)(minus.mul_(sv.ii), sv.Q, alpha=-1)
 
-def _features_back(p, sv: _Saved, dc, dG, dbeta):
-    "Gradients with respect to the features and to w."
-    dQ = dc @ sv.theta + (dG + dG.mT) @ sv.Q
-    beta = sv.tape[0].beta if sv.tape else torch.zeros_like(dbeta)
-    dtheta = _unit_back(dc.mT @ sv.Q, sv.theta, 1/sv.norm).addcmul_(sv.theta, (dbeta*beta).mT/sv.norm, value=-2)   # beta ~ norm^-2
-    dS = sv.A.mT @ (dtheta*p.w)
-    dX = dS + dQ if sv.n == sv.X.shape[-2] else torch.cat([dS, dQ], -2)
-    return _unit_back(dX, sv.X, sv.inv), dtheta
+def _support_back(p, sv: _Saved, dc, dbeta):
+    "Gradients with respect to the raw support rows and to the class vectors before normalisation."
+    S, inv = sv.X[..., :sv.A.shape[-1], :], sv.inv[..., :sv.A.shape[-1], :]
+    dhat = (dc*sv.inv[..., -dc.shape[-2]:, :]).mT @ sv.Q
+    beta = sv.tape[0].beta if sv.tape else dbeta
+    along = (dhat*sv.theta).sum(-1, keepdim=True).addcmul_(dbeta.mT, beta.mT, value=2)   # beta ~ norm^-2
+    dtheta = torch.addcmul(dhat, along, sv.theta, value=-1).div_(sv.norm)
+    dmean, A = dtheta*p.w, sv.A.mT*inv
+    row = (A*(S @ dmean.mT)).sum(-1, keepdim=True).mul_(inv*inv)
+    return torch.addcmul(A @ dmean, row, S, value=-1), dtheta
 
 # %% ../nbs/12_sib.ipynb #557a8936
 def sib_backward(
@@ -207,23 +214,26 @@ def sib_backward(
     for st in reversed(saved.tape):
         backs.append(_refine_back(p, saved.G, st, dc, dbeta))
         dc, dbeta = backs[-1].dc, backs[-1].dbeta
-    rhos = [st.rho for st in reversed(saved.tape)]
-    dG = torch.cat([b.dGrho for b in backs], -1) @ torch.cat(rhos, -1).mT if backs else torch.zeros_like(saved.G)
-    dX, dtheta = _features_back(p, saved, dc, dG, dbeta)
+    minus = torch.cat([b.minus for b in backs], -1) @ torch.cat([st.rho for st in reversed(saved.tape)], -1).mT if backs else torch.zeros_like(saved.G)
+    dX, n = torch.empty_like(saved.X), saved.A.shape[-1]
+    dQ, (dS, dtheta) = dX[..., -dc.shape[-2]:, :], _support_back(p, saved, dc, dbeta)
+    _queries_back(saved, dc, minus + minus.mT, dQ)
+    if dQ.shape == dX.shape: dX += dS
+    else: dX[..., :n, :] = dS
     return dX, _params_back(p, saved, ds, backs, dtheta, dbeta) if params else None
 
 # %% ../nbs/12_sib.ipynb #969f8400
 def _params_back(p, sv: _Saved, ds, backs, dtheta, dbeta) -> SIBParams:
     "The parameters' gradients from what the backward pass collected."
     ds_all = torch.cat([ds] + [b.ds for b in backs], -2)
-    c_all = torch.cat([sv.c] + [st.c for st in reversed(sv.tape)], -2)
+    c_all = torch.cat([sv.tape[-1].c_next if backs else sv.c0] + [st.c for st in reversed(sv.tape)], -2)
     total, dw = ds_all.sum(), (dtheta*sv.mean).flatten(0, -2).sum(0)
     dscale = torch.addcmul((ds_all*c_all).sum(), p.bias, total)
     if not backs: return SIBParams(dw, dscale, p.scale*total, *map(torch.zeros_like, p[3:]))
     dscale = dscale + (dbeta*sv.tape[0].beta).sum()/p.scale
     d, x = ([torch.cat(t) for t in zip(*(b.net[k] for b in backs))] for k in (0, 1))
     W, b = [dk.t() @ xk for dk, xk in zip(d, x)], [dk.sum(0) for dk in d]
-    g1, c1, g2, c2 = (sum(t[1:], t[0]) for t in zip(*(bk.net[2] for bk in backs)))
+    g1, c1, g2, c2 = torch.cat([t for bk in backs for t in bk.net[2]]).view(len(backs), 4, -1).sum(0)
     return SIBParams(dw, dscale, p.scale*total, W[0], b[0], g1, c1, W[1], b[1], g2, c2, W[2], b[2])
 
 # %% ../nbs/12_sib.ipynb #0c808862

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from .aim import AIM, Identity, linear_twin
+from .aim import AIM, Identity, LinearTwin, linear_twin
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import AimError, Budget, FEWSHOT_METHODS, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
@@ -25,10 +25,10 @@ from .sib import SIBHead, SIBParams, cross_entropy_grad, sib_backward, sib_forwa
 from .tasks import draw_episodes
 
 # %% auto #0
-__all__ = ['Rates', 'paper_rates', 'FlatSGD', 'Episodic', 'inner_step', 'outer_step', 'double_step', 'EpisodeFeed',
-           'FewshotModel', 'fixed_episodes', 'FewshotTrainee', 'fewshot_width', 'make_layer', 'FewshotResult',
-           'read_uses', 'test_fewshot', 'model_metrics', 'train_fewshot', 'Curves', 'relevant', 'fewshot_identity',
-           'training_checkpoints', 'log_path', 'read_log', 'run_fewshot', 'load_fewshot']
+__all__ = ['Rates', 'paper_rates', 'FlatSGD', 'Episodic', 'inner_step', 'outer_step', 'double_step', 'linear_double_step',
+           'EpisodeFeed', 'FewshotModel', 'fixed_episodes', 'FewshotTrainee', 'fewshot_width', 'make_layer',
+           'FewshotResult', 'read_uses', 'test_fewshot', 'model_metrics', 'train_fewshot', 'Curves', 'relevant',
+           'fewshot_identity', 'training_checkpoints', 'log_path', 'read_log', 'run_fewshot', 'load_fewshot']
 
 # %% ../nbs/16_train_fewshot.ipynb #709d294b
 class Rates(NamedTuple):
@@ -99,8 +99,25 @@ def outer_step(
 @torch.no_grad()
 def double_step(t: Episodic, z, ranks_in=None, ranks_out=None) -> tuple:
     "Inner, then outer step of one episode."
+    if isinstance(t.layer, LinearTwin): return linear_double_step(t, z)
     snap = inner_step(t, z[:t.n], ranks_in) if t.adapt else None
     return outer_step(t, z, ranks_out, snap)
+
+# %% ../nbs/16_train_fewshot.ipynb #79057e67
+def linear_double_step(t: Episodic, z) -> tuple:
+    "`double_step` for one linear map: its matrix is read once and written once."
+    X, W, r, n, gs = z @ t.layer.W, t.layer.W, t.rates, t.n, None
+    if t.adapt:
+        s, tape = t.sib(X[:n])
+        gs, _ = sib_backward(t.p, tape, cross_entropy_grad(s, t.Ys), params=False)
+        X.addmm_(z @ z[:n].t(), gs, alpha=-r.nu_in)
+    s, tape = t.sib(X)
+    g, dp = sib_backward(t.p, tape, cross_entropy_grad(s, t.Yq))
+    if t.update == "algorithm1": W.addmm_(z[:n].t(), gs, alpha=-r.nu_in)
+    else:
+        if gs is not None and t.update == "inplace": g[:n].add_(gs, alpha=r.nu_in/r.nu_out)
+        W.addmm_(z.t(), g, alpha=-r.nu_out)
+    return s, dp, None
 
 # %% ../nbs/16_train_fewshot.ipynb #76f4b08c
 class EpisodeFeed:
@@ -234,7 +251,7 @@ def model_metrics(trainee) -> dict:
     "The model's sizes and how much of AIM was in use."
     sizes = {f"parameters_{k}": sum(p.numel() for p in m.parameters()) for k, m in (("layer", trainee.layer), ("head", trainee.head))}
     used = dict(mechanisms_used=int((trainee.used > 0).sum()), use_counts=trainee.used.tolist()) if len(trainee.used) else {}
-    return dict(d_in=trainee.features.d, d_out=trainee.layer.d_out, **sizes, **used)
+    return dict(d_in=trainee.features.d, d_out=trainee.layer.d_out, views=trainee.features.n_views("train"), **sizes, **used)
 
 # %% ../nbs/16_train_fewshot.ipynb #22211793
 def train_fewshot(
@@ -324,7 +341,7 @@ def run_fewshot(
     data_root="", device="cpu", fresh=None, callbacks=(), notebook="20_fewshot",
 ) -> dict:
     "The record of one run: found if it was done before, else pretrained, trained, tested and written."
-    check_choice("method", method, FEWSHOT_METHODS)
+    check_choice("method", method, FEWSHOT_METHODS); device = str(pick_device(device))
     b, bank = budget if isinstance(budget, Budget) else named_budget(budget, "fewshot", dataset, steps), open_bank(dataset, data_root)
     prepare = lambda: pretrained_backbone(bank, backbone, b, seed=backbone_seed, device=device)
     net, info = (None, None) if isinstance(backbone, str) else prepare()
@@ -332,15 +349,15 @@ def run_fewshot(
                                 n_shot=n_shot, n_way=n_way, n_query=n_query, backbone_seed=backbone_seed, d_out=d_out)
     if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)): return found
     if net is None: net, info = prepare()
-    return _train_and_record(identity, feature_bank(net, bank, views=b.views), info, bank, b, protocol, device, fresh, callbacks, notebook)
+    return _train_and_record(identity, feature_bank(net, bank, views=b.views, device=device), info, bank, b, protocol, device, fresh, callbacks, notebook)
 
 # %% ../nbs/16_train_fewshot.ipynb #c48e3c29
 def _train_and_record(identity, features, info, bank, b, protocol, device, fresh, callbacks, notebook) -> dict:
     "Train, test, write the record and the log of mechanism use."
     q = identity["parameters"]
     r = train_fewshot(features, identity["method"], q["n_shot"], identity["seed"], b, protocol, q.get("M", 32), q.get("K", 8), q.get("l", 0), q["d_out"], q["n_way"], q["n_query"],
-        callbacks=callbacks, checkpoints=training_checkpoints(identity), fresh=fresh, device=pick_device(device), desc=f"{identity['dataset']} {identity['method']} {q['n_shot']}-shot seed {identity['seed']}")
-    metrics = r.metrics | {"views": b.views, "backbone": {k: info[k] for k in ("key", "sha", "accuracy", "source") if k in info}}
+        callbacks=callbacks, checkpoints=training_checkpoints(identity), fresh=fresh, device=device, desc=f"{identity['dataset']} {identity['method']} {q['n_shot']}-shot seed {identity['seed']}")
+    metrics = r.metrics | {"backbone": {k: info[k] for k in ("key", "sha", "accuracy", "source") if k in info}}
     rec = new_record(**{**identity, "budget": b, "protocol": relevant(identity["method"], protocol)}, metrics=metrics, history=list(r.history), notebook=notebook, seconds=r.history.seconds, device=device)
     if len(r.log["used"]): save_tensors(log_path(rec), r.log, dict(record=rec["key"], classes=[bank.class_names[c] for c in bank.classes("val")], of="validation queries after adaptation"))
     save_record(rec)

@@ -1,5 +1,5 @@
 """Checkpoints and the training loop under real accidents: SIGKILL, Ctrl-C, a full disk, damaged files, two processes."""
-import json, os, random, resource, signal, struct, subprocess, sys, tempfile, textwrap, time
+import json, os, random, resource, signal, struct, subprocess, sys, tempfile, textwrap
 from pathlib import Path
 import pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -9,7 +9,7 @@ from aim_nb.loop import run_loop
 
 # A trainee in a process of its own. argv: folder, steps, where to die ("step:N", "write:N" or ""), kind
 WORKER = textwrap.dedent('''
-    import builtins, json, os, signal, sys, time
+    import os, signal, sys, time
     import torch
     import aim_nb.checkpoints as ck
     from aim_nb.core import torch_rng
@@ -103,7 +103,7 @@ def test_two_processes_and_ctrl_c(tmp_path):
     assert code == 1 and f"process {first.pid} is running this experiment already" in err.splitlines()[-1]
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=60)
-    assert first.returncode in (130, -signal.SIGINT), err[-2000:]
+    assert first.returncode and err.rstrip().endswith("KeyboardInterrupt")  # handed on; the command line makes it exit code 130
     assert "saved; run the same command again to go on." in out
     done = Checkpoints(folder, dict(kind="net")).latest().step
     assert done >= 5

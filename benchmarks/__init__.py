@@ -1,0 +1,1 @@
+"""Side-by-side timings of the project's path and the plain reference: `python -m benchmarks`."""

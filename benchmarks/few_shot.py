@@ -1,0 +1,141 @@
+"""Few-shot: one training step, test episodes, a whole paper run."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from aim_nb.aim import AIM, Identity, linear_twin
+from aim_nb.core import torch_rng
+from aim_nb.evaluate_fewshot import evaluate
+from aim_nb.reference import PlainAIM, PlainFewshot, PlainLinear, PlainSIB, copy_weights, plain_episode
+from aim_nb.sib import SIBHead, SIBParams
+from aim_nb.tasks import draw_episodes
+from aim_nb.train_fewshot import Episodic, FlatSGD, double_step, paper_rates
+
+from .harness import GBS, case, compare, median, seconds, value_row
+
+SIZES = {"256->400": (256, 400), "640->800": (640, 800), "1600->800": (1600, 800)}
+TINY = {"256->400": (16, 20)}
+RELEASE_STEP = {"256->400": .065, "640->800": .218, "1600->800": .713}
+RELEASE_EPISODE = {"256->400": .033, "640->800": .119, "1600->800": .455}
+BAR_STEP = {"256->400": 6, "640->800": 7, "1600->800": 10}
+BAR_EPISODE = {"256->400": 20, "640->800": 40, "1600->800": 40}
+
+
+def sizes(plan): return TINY if plan["tiny"] else SIZES
+
+
+def make_features(d, classes=20, each=40, seed=0):
+    "Stand-ins for a frozen network's features: non-negative, two thirds zero, alike within a class; (N, d) and the rows of each class."
+    g = torch_rng(seed, "features", d)
+    centre = torch.randn(classes, 1, d, generator=g)
+    x = (.7 * centre + .7 * torch.randn(classes, each, d, generator=g) - .4).relu().flatten(0, 1)
+    return x, [torch.arange(c * each, (c + 1) * each).numpy() for c in range(classes)]
+
+
+def model(method, d, v, M=32, seed=0, l=2):
+    "Layer and head of the project, layer and head of the reference, with the same weights."
+    aim = AIM(d, v, M=M, l=l, generator=torch_rng(seed, "aim"))
+    layer, plain = {"sib": lambda: (Identity(d), None), "sib+aim": lambda: (aim, copy_weights(aim, PlainAIM(d, v, M, l=l))), "sib+linear": lambda: twins(aim)}[method]()
+    head = SIBHead(layer.d_out, generator=torch_rng(seed, "head"))
+    return layer, head, plain, copy_weights(head, PlainSIB(layer.d_out))
+
+
+def twins(aim):
+    layer = linear_twin(aim, generator=torch_rng(0, "linear"))
+    return layer, copy_weights(layer, PlainLinear(layer.d_in, layer.d_out))
+
+
+class Stepper:
+    "The project's training step on episodes that are in memory."
+    def __init__(self, layer, head, n_shot=1, n_query=15):
+        ys, yq = (torch.arange(5).repeat_interleave(k) for k in (n_shot, n_query))
+        Y, rates = lambda y: F.one_hot(y, 5).float(), paper_rates()
+        self.layer, self.opt = layer.train(), FlatSGD(list(head.params()), rates.nu_sib, rates.momentum, rates.decay)
+        self.t = Episodic(layer, SIBParams(*(p.detach() for p in head.params())), head.average(n_shot), len(ys), Y(ys), Y(yq), head.steps, head.eps, rates, "inplace", not isinstance(layer, Identity))
+
+    def __call__(self, z, *ranks):
+        s, grads, saved = double_step(self.t, z, *ranks)
+        self.opt.step(grads)
+        return saved
+
+
+def draws(d, n_shot, n=16, seed=0):
+    "Episodes' features and ranks, the same for both sides."
+    x, rows = make_features(d)
+    e = draw_episodes(rows, seed, range(n), n_shot=n_shot)
+    z = [x[torch.cat([torch.as_tensor(t[i]).flatten() for t in (e.support, e.query)])] for i in range(n)]
+    return [(z[i], *(torch.randperm(10, generator=torch_rng(seed, i, j))[:8] for j in range(2))) for i in range(n)]
+
+
+def in_turn(fn, items):
+    "A function without arguments that runs `fn` on one item after the other, round and round."
+    state = [0]
+    def call():
+        state[0] = (state[0] + 1) % len(items)
+        return fn(*items[state[0]])
+    return call
+
+
+def aim_floor(layer, items, n_shot, rate):
+    "Multiply-adds and bytes that AIM's share of a training step cannot do without, and the time they take at this machine's rates."
+    D, V, rows = layer.d_in, layer.d_out, 5 * n_shot + (5 * n_shot + 75)
+    distinct = [[len(layer.forward_saved(z, r)[1].p.active) for z, r in ((z[:5 * n_shot], r0), (z, r1))] for z, r0, r1 in items]
+    inner, outer = (sum(d[i] for d in distinct) / len(items) for i in range(2))
+    macs = 2 * rows * D * (layer.K * V + layer.d_k) + 3 * (inner + outer) * layer.d_h * layer.d_k
+    moved = 4 * ((inner + outer) * (D * V + layer.d_h * layer.d_k) + 2 * D * layer.d_k) * 3      # read for the output; read and written by the update
+    return dict(macs=int(macs), bytes=int(moved), distinct=[inner, outer], floor_ms=1e3 * max(2 * macs / rate / 1e9, moved / GBS[0] / 1e9))
+
+
+def aim_share(layer, items, n):
+    "Only AIM's part of the step: output and update, of support and of all rows."
+    g = [torch.randn(len(z), layer.d_out, generator=torch_rng(9, len(z))) * 1e-4 for z in (items[0][0][:n], items[0][0])]
+    def run(z, r0, r1):
+        for x, r, gx in ((z[:n], r0, g[0]), (z, r1, g[1])):
+            layer.sgd_(layer.forward_saved(x, r)[1], gx, 1e-3)
+    return in_turn(run, items)
+
+
+def step_row(name, method, size, d, v, n_shot, plan, M=32):
+    layer, head, plain, plain_head = model(method, d, v, M)
+    items, ours, ref = draws(d, n_shot), Stepper(layer, head, n_shot), PlainFewshot(plain, plain_head, paper_rates(), n_shot)
+    first, second = ours(*items[0]), ref.step(*items[0])        # one step each before anything is timed
+    more, release, bar = {}, None, None
+    if method == "sib+aim" and M == 32 and n_shot == 1: release, bar = RELEASE_STEP[size], BAR_STEP[size]
+    row = compare(name, in_turn(ours, items), in_turn(ref.step, items), plan, release=release, bar=bar, size=size, shots=n_shot, method=method)
+    if method == "sib+aim":
+        floor, share = aim_floor(layer, items, n_shot, row["gflops"]), aim_share(layer, items, 5 * n_shot)
+        share()
+        share = median([seconds(share, 8) for _ in range(plan["repeats"])])
+        row |= floor | dict(share_ms=1e3 * share, share_of_floor=1e3 * share / floor["floor_ms"], of_matmul=2 * floor["macs"] / share / row["gflops"] / 1e9, of_bandwidth=floor["bytes"] / share / GBS[0] / 1e9)
+    return row
+
+
+@case("few-shot")
+def training_step(plan):
+    "Inner and outer step of one episode, features in memory."
+    return [step_row(f"training step {m} {s} {n}-shot", m, s, *dv, n, plan) for m in ("sib+aim", "sib", "sib+linear") for s, dv in sizes(plan).items() for n in (1, 5)]
+
+
+@case("few-shot")
+def evaluation(plan):
+    "Test episodes: adapt to the support set, answer the queries."
+    rows = []
+    for size, (d, v) in sizes(plan).items():
+        layer, head, plain, plain_head = model("sib+aim", d, v)
+        n, (x, classes) = (4, make_features(d, 8, 30)) if plan["tiny"] else (2000, make_features(d, 20, 600))
+        e = draw_episodes(classes, 0, range(n), stream="test")
+        every = [torch.cat([torch.as_tensor(t[i]).flatten() for t in (e.support, e.query)]) for i in range(n)]
+        one = in_turn(lambda z: plain_episode(plain, plain_head, z), [(x[r],) for r in every[:16]])
+        macs = 0
+        rows.append(episode_row(size, n, lambda: evaluate(layer.eval(), head, x, e), one, plan))
+    return rows
+
+
+def episode_row(size, n, ours, one, plan):
+    "Time per episode: ours over all of them at once, the reference one at a time."
+    few = dict(plan, seconds=0., repeats=min(plan["repeats"], 3))
+    row = compare(f"test episode {size}", ours, one, few, release=RELEASE_EPISODE[size], size=size, episodes=n)
+    for part in row["ours_ms"]: row["ours_ms"][part] /= n
+    for part in row["ratio"]: row["ratio"][part] *= n
+    return row | dict(bar=BAR_EPISODE[size], episodes_per_second=1e3 / row["ours_ms"]["median"])

@@ -1,0 +1,121 @@
+"""The stopwatch: machine rates, alternating repeats, ratios with their spread."""
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results.json"
+RELEASE_GFLOPS = 166.       # the machine on which the release was measured (quiet, 2 cores, AVX2)
+CASES = {}                  # name -> (group, function)
+PLANS = {                   # how much work a run puts in
+    "full": dict(seconds=.08, repeats=9, tiny=False),
+    "quick": dict(seconds=.03, repeats=5, tiny=False),
+    "tiny": dict(seconds=0., repeats=2, tiny=True),       # tests: the cases run, their times mean nothing
+}
+
+
+def case(group):
+    "Register a function `plan -> list of rows` as the cases of its name."
+    def register(fn):
+        CASES[fn.__name__] = (group, fn)
+        return fn
+    return register
+
+
+def seconds(fn, n=1) -> float:
+    "Mean time of one call out of `n`."
+    start = time.perf_counter()
+    for _ in range(n): fn()
+    return (time.perf_counter() - start) / n
+
+
+def median(xs): return sorted(xs)[len(xs) // 2] if len(xs) % 2 else sum(sorted(xs)[len(xs) // 2 - 1:len(xs) // 2 + 1]) / 2
+
+
+def spread(xs) -> dict:
+    "Median and extremes."
+    return dict(median=median(xs), low=min(xs), high=max(xs))
+
+
+def matmul_rate(n=1024, repeats=7) -> float:
+    "GFLOP/s of a float32 matrix product."
+    a, b, out = torch.ones(n, n), torch.ones(n, n), torch.empty(n, n)
+    torch.mm(a, b, out=out)
+    return 2 * n ** 3 / 1e9 / median([seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats)])
+
+
+def bandwidth(mb=256, repeats=5) -> float:
+    "GB/s, read and written, of an in-place pass over an array that no cache holds."
+    x = torch.zeros(mb * 2 ** 18)
+    x.add_(1.)
+    return 2 * x.numel() * 4 / 1e9 / median([seconds(lambda: x.add_(1.)) for _ in range(repeats)])
+
+
+def machine() -> dict:
+    "This machine in numbers."
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), cpu)
+    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, gflops=matmul_rate(), gbs=bandwidth(),
+                wait_policy=os.environ.get("OMP_WAIT_POLICY", ""), device="cpu (a GPU would run the same code; none was here to be measured)")
+
+
+def calls_for(fn, target) -> int:
+    "How many calls take about `target` seconds."
+    fn()
+    return max(1, math.ceil(target / max(seconds(fn), 1e-7))) if target else 1
+
+
+def alternate(ours, reference, plan) -> tuple:
+    "Times of both, taken in turn."
+    n = [calls_for(f, plan["seconds"]) for f in (ours, reference)]
+    pairs = [(seconds(ours, n[0]), seconds(reference, n[1])) for _ in range(plan["repeats"])]
+    return [p[0] for p in pairs], [p[1] for p in pairs]
+
+
+def compare(name, ours, reference, plan, macs=0, bytes=0, release=None, bar=None, tries=3, **more) -> dict:
+    "One row: both timed in turn between two looks at the machine, again (at most `tries` times) if it was not steady."
+    for _ in range(1 if plan["tiny"] else tries):
+        before = matmul_rate(256 if plan["tiny"] else 1024)
+        a, b = alternate(ours, reference, plan)
+        after = matmul_rate(256 if plan["tiny"] else 1024)
+        steady = abs(after / before - 1) <= .1
+        if steady: break
+    return ratio_row(name, a, b, (before + after) / 2, steady, macs, bytes, release, bar, **more)
+
+
+def ratio_row(name, a, b, rate, steady, macs=0, bytes=0, release=None, bar=None, **more) -> dict:
+    "What is stored of a comparison; `release` is the release's own time in seconds on a machine of 166 GFLOP/s."
+    ours, ref = median(a), median(b)
+    row = dict(case=name, ours_ms=spread([1e3 * t for t in a]), reference_ms=spread([1e3 * t for t in b]), ratio=dict(spread([y / x for x, y in zip(a, b)]), median=ref / ours),
+               gflops=rate, steady=steady, **more)
+    if macs: row |= dict(macs=macs, of_matmul=2 * macs / ours / rate / 1e9)
+    if bytes: row |= dict(bytes=bytes, of_bandwidth=bytes / ours / GBS[0] / 1e9)
+    if release: row |= dict(release_ms=1e3 * release, reference_of_release=ref * rate / RELEASE_GFLOPS / release)
+    if bar: row["bar"] = bar
+    return row
+
+
+GBS = [1.]      # the machine's bandwidth, set once a run
+
+
+def value_row(name, value, unit, bar=None, at_most=False, **more) -> dict:
+    "A case that is not a comparison: a number with a unit."
+    return dict(case=name, value=value, unit=unit, **({} if bar is None else dict(bar=bar, at_most=at_most)), **more)
+
+
+def exponent(xs, ys) -> float:
+    "Slope of log y over log x."
+    x, y = ([math.log(v) for v in vs] for vs in (xs, ys))
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    return sum((a - mx) * (b - my) for a, b in zip(x, y)) / sum((a - mx) ** 2 for a in x)
+
+
+def write(rows, path=RESULTS, **head):
+    path.write_text(json.dumps(dict(head, rows=rows), indent=1) + "\n")
