@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export AIM_RUNS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab readme clean
+.PHONY: help setup demo test lab docs docs-serve figures readme clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,17 @@ test: $(READY) ## every check: notebooks, export, README, pytest (SUITES="clean 
 
 lab: $(READY) ## JupyterLab on the notebooks
 	@$(BIN)/jupyter lab --notebook-dir=nbs
+
+docs: $(READY) ## the site in _docs/ (through Quarto where it is installed, else Sphinx)
+	@$(BIN)/python tools/docs.py
+
+docs-serve: docs ## the site in a browser
+	@echo "http://127.0.0.1:8000 (Ctrl-C ends it)"
+	@$(BIN)/python -m webbrowser http://127.0.0.1:8000 >/dev/null 2>&1 || true
+	@$(BIN)/python -m http.server -b 127.0.0.1 -d _docs 8000
+
+figures: $(READY) ## figures/ from code and from the kept records
+	@$(BIN)/python tools/figures.py
 
 readme: $(READY) ## README.md from nbs/index.ipynb
 	@$(BIN)/python tools/readme.py

@@ -4,21 +4,25 @@
 
 # %% ../nbs/17_activation.ipynb #81c898ba
 from __future__ import annotations
+import re
 from dataclasses import replace
 import numpy as np
 import torch
+from . import viz
 from .aim import AIM
 from .banks import open_bank
 from .core import AimError, Budget, Protocol, check_choice, torch_rng
+from .paper import paper_labels
 from .pretrain import feature_bank, pretrained_backbone
 from .records import find_record, new_record, save_record
 from .train_fewshot import load_fewshot, log_path, make_layer, read_log, run_fewshot
 
 # %% auto #0
-__all__ = ['class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'entropy', 'use_entropy', 'class_overlap',
-           'mean_overlap', 'nearest_classes', 'attention_gap', 'attention_roughness', 'mask_numbers',
-           'activation_numbers', 'validation_features', 'layer_at', 'slow_attention', 'picture_arrays',
-           'activation_record', 'activation_identity', 'slow_log', 'fewshot_activation', 'run_with_log', 'without']
+__all__ = ['NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'entropy', 'use_entropy',
+           'class_overlap', 'mean_overlap', 'nearest_classes', 'overlap_figure', 'attention_gap', 'attention_roughness',
+           'mask_numbers', 'activation_numbers', 'validation_features', 'layer_at', 'slow_attention', 'pack', 'unpack',
+           'picture_arrays', 'activation_record', 'activation_identity', 'slow_log', 'fewshot_activation',
+           'run_with_log', 'number_rows', 'read_activation', 'first_last', 'mask_name', 'short_name', 'without']
 
 # %% ../nbs/17_activation.ipynb #fd4f15df
 def class_masks(
@@ -80,6 +84,20 @@ def nearest_classes(
     row = class_overlap(mask)[c]
     return [(int(d), float(row[d])) for d in np.argsort(-row, kind="stable") if d != c][:n]
 
+# %% ../nbs/17_activation.ipynb #8211662c
+@viz.styled
+def overlap_figure(
+    overlap,        # (C, C) of `class_overlap`
+    class_names=(), # default: numbers
+):
+    "What every two classes have in common, as a matrix."
+    names, every = list(class_names) or range(len(overlap)), max(1, -(-len(overlap)//32))
+    fig, ax = viz.plt.subplots(figsize=(4.6, 3.6), layout="constrained")
+    image = ax.imshow(overlap, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+    ax.set(yticks=range(0, len(overlap), every), yticklabels=list(names)[::every], xticks=[], xlabel="class, same order", ylabel="class")
+    ax.tick_params(axis="y", labelsize=6); ax.spines[:].set_visible(False); fig.colorbar(image, label="in common")
+    return fig
+
 # %% ../nbs/17_activation.ipynb #0cd1dbc8
 def attention_gap(
     score, # (..., M) weights of samples
@@ -98,7 +116,9 @@ def attention_roughness(score) -> float: # (T, ...) weights at T validations
 
 # %% ../nbs/17_activation.ipynb #a05c51ee
 def mask_numbers(mask) -> dict: # (C, M)
-    "Entropy, shared, sparse and dead mechanisms and overlap of one set of class masks."
+    "Entropy, shared, sparse and dead mechanisms and overlap of one set of class masks; classes that no sample showed are left out."
+    mask = np.asarray(mask, dtype=float)
+    mask = mask[mask.sum(1) > 0]
     return dict(use_entropy=use_entropy(mask), shared_mechanisms=len(shared_mechanisms(mask)), sparse_mechanisms=len(sparse_mechanisms(mask)),
                 dead_mechanisms=len(dead_mechanisms(mask)), class_overlap=mean_overlap(mask))
 
@@ -141,13 +161,21 @@ def slow_attention(record, when, X):
     return att.score.numpy(), att.mask.numpy()
 
 # %% ../nbs/17_activation.ipynb #ab50d3f0
-def _short(a) -> list: return np.asarray(a, dtype=float).round(3).tolist()
+def pack(a) -> list: # (rows, M), values
+    "An array as one line of text a row, in thousandths."
+    return [" ".join(str(int(v)) for v in np.round(1000*np.asarray(row, dtype=float))) for row in a]
 
+def unpack(lines) -> np.ndarray:
+    "The array that `pack` wrote, to three decimals."
+    return np.array([[int(v) for v in line.split()] for line in lines])/1000
+
+# %% ../nbs/17_activation.ipynb #36bc36aa
 def picture_arrays(log, classes, K) -> dict:
     "What the figures need: masks first and last, the weights of one class and of all over training."
-    curves = {"all classes": log["score"].mean(1), str(classes[0]): log["score"][:, 0]} if "score" in log else {}
-    return dict(classes=[str(c) for c in classes], K=int(K), M=int(log["mask"].shape[-1]), first=_short(log["mask"][0]), last=_short(log["mask"][-1]),
-                steps=[int(s) for s in log["step"]], weights={k: _short(v) for k, v in curves.items()})
+    seen = np.flatnonzero(log["mask"][0].sum(1))                 # the fixed episodes of a small budget may not show every class
+    curves = {"all classes": log["score"][:, seen].mean(1), str(classes[seen[0]]): log["score"][:, seen[0]]} if "score" in log else {}
+    return dict(classes=[str(c) for c in classes], K=int(K), M=int(log["mask"].shape[-1]), first=pack(log["mask"][0]), last=pack(log["mask"][-1]),
+                steps=[int(s) for s in log["step"]], weights={k: pack(v) for k, v in curves.items()})
 
 def activation_record(
     record,              # of the run that is looked at
@@ -201,6 +229,55 @@ def run_with_log(**run) -> dict: # as `run_fewshot` takes them, method sib+aim
     if find_record(activation_identity(record)) or log_path(record).exists(): return record
     print(f"the record of this run is here, its log is not: {run['n_shot']}-shot is trained again")
     return run_fewshot(**run | dict(fresh=True))
+
+# %% ../nbs/17_activation.ipynb #03b74d72
+NUMBERS = {"use_entropy": "entropy of use, nats", "shared_mechanisms": "mechanisms shared by all classes", "sparse_mechanisms": "mechanisms of fewer than a quarter of the classes",
+           "dead_mechanisms": "mechanisms never used", "class_overlap": "overlap of two classes", "attention_gap": "gap between rank K and K+1 (slow weights)",
+           "attention_roughness": "roughness of the weights over training"}
+
+def number_rows(
+    act, # an activation record
+) -> list:
+    "Its numbers before training and at the end, with their names."
+    m = act["metrics"]
+    return [dict(number=name, start=m.get(f"{k}_start"), end=m[k]) for k, name in NUMBERS.items() if k in m]
+
+def read_activation(act) -> str:
+    "What an activation record says, as one Markdown item."
+    m = act["metrics"]; n, fell = m["M"], m["use_entropy_start"] - m["use_entropy"]
+    moved = "no more concentrated than before training" if fell <= 0 else "more concentrated than before training"
+    gap = "" if "attention_gap" not in m else f" The weight at rank {m['K']} is {m['attention_gap']:.3f} above the next one, before training {m['attention_gap_start']:.3f}."
+    return (f"- Of {n} mechanisms {m['shared_mechanisms']} are shared by all classes, {m['sparse_mechanisms']} serve fewer than a quarter of them, {m['dead_mechanisms']} are never used. "
+            f"A class uses as many as {np.exp(m['use_entropy']):.1f}, {moved} ({np.exp(m['use_entropy_start']):.1f}); two classes have {m['class_overlap']:.0%} in common.{gap}")
+
+# %% ../nbs/17_activation.ipynb #7f4e2a8f
+def first_last(act) -> dict:
+    "Title -> class masks, before training and at the end."
+    m = act["metrics"]
+    return {f"First epoch (step {m['steps'][0]})": unpack(m["first"]), f"Last epoch (step {m['steps'][-1]:,})": unpack(m["last"])}
+
+def mask_name(
+    dataset,
+    backbone="",  # few-shot: conv4 | wrn-28-10
+    n_shot=0,     # few-shot
+) -> str:
+    "The file name of a mask figure: `mask-cifarfs_1shot_conv`, `mask-glyphs_1shot_conv`, `mask-cont_omni`."
+    theirs = [r["label"] for r in paper_labels() if r["label"].startswith("fig:mask-") and dataset in r["datasets"]
+              and (f"{n_shot}shot" in r["label"] and backbone in r["backbones"] if n_shot else "cont" in r["label"])]
+    if theirs: return theirs[0].removeprefix("fig:")
+    name = re.sub(r"[^\w-]+", "_", dataset)
+    return f"mask-{name}_{n_shot}shot_{ {'conv4': 'conv', 'wrn-28-10': 'wrn'}.get(backbone, backbone) }" if n_shot else f"mask-cont_{name}"
+
+# %% ../nbs/17_activation.ipynb #6ed1e61c
+def short_name(
+    name,   # a class as its bank calls it
+    n=20,   # letters at most
+) -> str:
+    "A class name for an axis: `GREEK/U+03B1 GREEK SMALL LETTER ALPHA` -> `Greek 03B1`."
+    script, _, rest = name.rpartition("/")
+    if rest.startswith("U+"): rest = rest.split()[0][2:]
+    script = script.split("/")[-1].replace("_", " ").title()[:n - len(rest) - 1]
+    return f"{script} {rest}".strip()[:n]
 
 # %% ../nbs/17_activation.ipynb #26302300
 def without(

@@ -5,7 +5,7 @@
 # %% ../nbs/02_banks.ipynb #1c672b93
 from __future__ import annotations
 import collections, contextlib, csv, errno, functools, hashlib, importlib, io, itertools, json, os, pickle, re, shutil, socket, sys, tarfile, tempfile, time, warnings, zipfile, zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 import numpy as np
 import torch
@@ -64,6 +64,10 @@ class Bank:
     def class_rows(self, split="train", images="all") -> list:
         "The rows of each class of a split."
         return [self.rows(c, images) for c in self.classes(split)]
+
+    def first(self, n) -> Bank:
+        "The same bank with the first `n` classes of each split (0: all): another dataset, with a hash of its own."
+        return replace(self, splits={part: labels[:n] for part, labels in self.splits.items()}) if n else self
 
 # %% ../nbs/02_banks.ipynb #738f3786
 def _save_blocks(

@@ -236,14 +236,14 @@ class Budget:
     runs: int = 0           # continual: meta-test runs
     rates: int = 0          # continual: learning rates tried
     rate_runs: int = 0      # continual: trajectories for each of them
-    classes: int = 0        # continual: the longest trajectory (0: all)
+    classes: int = 0        # few-shot: the first classes of each split; continual: the longest trajectory (0: all)
 
     def asdict(self) -> dict: return asdict(self)
 
 # %% ../nbs/00_core.ipynb #cbae1b48
 BUDGETS = {
     "fewshot": dict(
-        smoke=dict(steps=30, val_every=15, val_episodes=20, test_episodes=30, pretrain_epochs=1, views=1),
+        smoke=dict(steps=30, val_every=15, val_episodes=20, test_episodes=30, pretrain_epochs=1, views=1, classes=30),
         quick=dict(steps=4000, val_every=1000, val_episodes=1000, test_episodes=2000, pretrain_epochs=14, views=5),
         paper=dict(steps=50_000, val_every=1000, val_episodes=1000, test_episodes=2000, pretrain_epochs=60, pretrain_schedule="release", views=10)),
     "continual": dict(

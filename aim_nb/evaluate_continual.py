@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 import torch.nn.functional as F
-from .aim import AIM, LinearTwin, mix, top_mask, unit, unit_grad
+from torch.optim.adam import adam as adam_
+from .aim import AIM, LinearTwin, mix, unit, unit_grad
 from .anml import ANML, FastLastNorm, FastP
 from .core import AimError, Budget, Protocol, atomic_write, check_choice, progress, torch_rng
-from .oml import reset_rows
 from .tasks import Trajectory, draw_trajectory, eval_view, policy
 
 # %% auto #0
@@ -142,7 +142,7 @@ def run_heads(
     rows = torch.as_tensor(np.stack([o.at[t.train[:n].ravel()] for t in trajectories], 1))          # (n*T, G)
     labels = torch.as_tensor(np.stack([np.repeat(t.classes[:n], T) for t in trajectories], 1)).to(device)
     looks = [Looks(t, ns) for t in trajectories]
-    for c in progress(range(n), desc=desc, leave=False):
+    for c in progress(range(n), desc=desc, leave=False, delay=3):
         for t in range(c*T, (c + 1)*T): heads.step(o.vectors[rows[t]].to(device), labels[t])
         for g, look in enumerate(looks): look.look(c + 1, lambda r: o.take(r).to(device) @ heads.W[g].T + heads.b[g])
     return [look.outcome() for look in looks]
@@ -200,7 +200,7 @@ class Moving:
     def step(self, names):
         "One Adam step of `names`, given their gradients in `g`."
         lists = [[d[n] for n in names] for d in (self.p, self.g, self.m, self.v)]
-        torch.optim.adam.adam(*lists, [], [self.t[n] for n in names], fused=True, amsgrad=False, beta1=BETA1, beta2=BETA2, lr=self.lr,
+        adam_(*lists, [], [self.t[n] for n in names], fused=True, amsgrad=False, beta1=BETA1, beta2=BETA2, lr=self.lr,
                               weight_decay=0., eps=EPS, maximize=False)
 
 # %% ../nbs/15_evaluate_continual.ipynb #26f68157
@@ -373,7 +373,7 @@ def run_tails(
     out, fc = [], tail.fc
     for tr, lr, key in zip(trajectories, rates, keys):
         own, look = AdamTail(tail, lr, fresh_head(fc.in_features, fc.out_features, key).to(fc.weight), adam), Looks(tr, ns)
-        for i in progress(range(max(ns)), desc=desc, leave=False):
+        for i in progress(range(max(ns)), desc=desc, leave=False, delay=3):
             for f in o.take(tr.train[i]).to(device):
                 g = own(f).softmax(-1); g[int(tr.classes[i])] -= 1
                 own.step(g)
@@ -402,7 +402,7 @@ def run_anml(net, o:Frozen, images, trajectories, rates, ns, keys, fast_set="pap
     for tr, lr, key in zip(trajectories, rates, keys):
         p, tail, look = AdamP(net.p, fast_set, lr), AdamTail(net.tail, lr, fresh_head(fc.in_features, fc.out_features, key).to(fc.weight), adam), Looks(tr, ns)
         logits = lambda r: torch.cat([tail.batch(p(images(b).to(device))*o.take(b).to(device)) for b in np.array_split(r, max(1, len(r)//256))])
-        for i in progress(range(max(ns)), desc=desc, leave=False):
+        for i in progress(range(max(ns)), desc=desc, leave=False, delay=3):
             for r in tr.train[i]:
                 gate = o.take([r]).to(device)
                 g = tail((p(images([r]).to(device))*gate)[0]).softmax(-1); g[int(tr.classes[i])] -= 1

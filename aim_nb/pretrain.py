@@ -20,7 +20,7 @@ from .tasks import draw_episodes, eval_view, input_shape, normaliser, policy, tr
 
 # %% auto #0
 __all__ = ['PEAK', 'WARMUP', 'BLOCK', 'split_rows', 'CosineClassifier', 'total_steps', 'learning_rate', 'prototype_accuracy',
-           'Lens', 'extract', 'Batches', 'Pretrainer', 'pretrain_identity', 'backbone_file', 'find_backbone',
+           'Lens', 'forward', 'extract', 'Batches', 'Pretrainer', 'pretrain_identity', 'backbone_file', 'find_backbone',
            'train_backbone', 'frozen', 'given_backbone', 'pretrained_backbone', 'FeatureBank', 'fill_array',
            'view_maker', 'fresh_maker', 'split_features', 'feature_bank', 'features_from_arrays']
 
@@ -53,11 +53,11 @@ WARMUP = 6000     # steps of the paper's schedule before its first epoch
 
 def total_steps(
     schedule, # onecycle | release
-    epochs,   # of the budget
+    epochs,   # of the budget; a part of one will do for a smoke test
     per_epoch, # steps an epoch
 ) -> int:
     "Steps of a whole run."
-    return epochs*per_epoch + (WARMUP if schedule == "release" else 0)
+    return max(1, round(epochs*per_epoch)) + (WARMUP if schedule == "release" else 0)
 
 def learning_rate(
     i,         # the step, from 0
@@ -69,7 +69,7 @@ def learning_rate(
     if schedule == "release":
         if i < WARMUP: return PEAK*(i + 1)/WARMUP
         return PEAK if (i - WARMUP)//per_epoch < epochs*5/6 else PEAK/10
-    t, up = (i + .5)/(epochs*per_epoch), .3
+    t, up = (i + .5)/total_steps(schedule, epochs, per_epoch), .3
     return PEAK*(t/up if t < up else .5*(1 + math.cos(math.pi*(t - up)/(1 - up))))
 
 # %% ../nbs/16_pretrain.ipynb #9d2b6139
@@ -113,15 +113,22 @@ class Lens:
         return dict(dataset=self.bank.name, data=self.bank.sha, shape=list(self.shape), policy=list(self.policy), norm=[[round(x, 5) for x in v.tolist()] for v in self.norm])
 
 # %% ../nbs/16_pretrain.ipynb #a36d69a3
+def forward(
+    backbone, # in eval mode
+    x,        # (B, C, H, W)
+) -> torch.Tensor: # (B, d) on the CPU
+    "Features of a batch, a few images at a time."
+    return torch.cat([backbone(part).float().cpu() for part in x.split(32 if x.device.type == "cpu" else 1024)])
+
 @torch.no_grad()
 def extract(
     backbone,  # in eval mode
     lens,      # a `Lens`
     rows,      # of the bank
-    batch=256, # images at a time
+    block=256, # images read at a time
 ) -> torch.Tensor: # (len(rows), d) on the CPU
     "Exact features of some images."
-    return torch.cat([backbone(lens.exact(rows[i:i+batch])).cpu() for i in range(0, len(rows), batch)])
+    return torch.cat([forward(backbone, lens.exact(rows[i:i+block])) for i in range(0, len(rows), block)])
 
 # %% ../nbs/16_pretrain.ipynb #d7a3744a
 class Batches:
@@ -349,13 +356,13 @@ def view_maker(backbone, lens, rows, views, seed):
     def make(start, stop):
         r = rows[start:stop]
         batches = [lens.train(r, torch_rng(seed, "view", start, v)) for v in range(views)] if views else [lens.exact(r)]
-        return torch.stack([backbone(x).float().cpu() for x in batches], 1)
+        return torch.stack([forward(backbone, x) for x in batches], 1)
     return make
 
 def fresh_maker(backbone, lens, rows):
     "fresh(rows, seed, index) for a `FeatureBank` without a pool."
     @torch.no_grad()
-    def fresh(r, seed, index): return backbone(lens.train(rows[r], torch_rng(seed, "fresh", index))).cpu()
+    def fresh(r, seed, index): return forward(backbone, lens.train(rows[r], torch_rng(seed, "fresh", index)))
     return fresh
 
 # %% ../nbs/16_pretrain.ipynb #7581322a

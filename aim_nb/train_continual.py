@@ -22,7 +22,7 @@ from .records import find_record, new_record, save_record
 from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['make_continual', 'ContinualModel', 'ContinualTrainee']
+__all__ = ['make_continual', 'ContinualModel', 'ContinualTrainee', 'relevant', 'continual_identity', 'training_checkpoints']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
 def make_continual(
@@ -104,3 +104,27 @@ class ContinualTrainee(ContinualModel):
     def validate(self, n):
         "A trajectory over classes held out of meta-training."
         return validate_continual(self.net, self.bank, self.norm, self.protocol, self.budget, self.seed, self.device)
+
+# %% ../nbs/16_train_continual.ipynb #79816c26
+_TRAIN = dict(all=("slow_set", "order", "norm", "inputs", "row_reset", "meta_images"), anml=("fast_set",), aim=("gate", "select"))
+_TEST = dict(all=("protocol", "metatest_rate", "trajectories"), anml=("metatest_update",), aim=("metatest_update", "adam"), linear=("metatest_update",))
+
+def relevant(
+    method, protocol,
+    of=(_TRAIN, _TEST), # which switches
+) -> Protocol:
+    "The protocol with every switch that this method does not have at its default."
+    names = [n for table in of for part in ("all", *method.split("+")) for n in table.get(part, ())]
+    return Protocol(**{n: getattr(protocol, n) for n in names})
+
+def continual_identity(dataset, method, seed, budget, protocol, data_sha, M=64, K=10, l=2, **others) -> dict:
+    "The question that a run answers."
+    sizes = {"aim": dict(M=M, K=K, l=l), "linear": dict(M=M)}.get(method.partition("+")[2], {})
+    return dict(task="continual", dataset=dataset, method=method, seed=seed, budget=budget.asdict(), protocol=relevant(method, protocol).asdict(),
+                parameters=sizes | others, data_sha=data_sha)
+
+def training_checkpoints(identity):
+    "The checkpoints of the meta-training behind a record."
+    b, protocol = identity["budget"], Protocol(**identity["protocol"])
+    own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "parameters", "data_sha")}
+    return run_checkpoints("continual", own | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()))

@@ -65,7 +65,7 @@ extensions = ["myst_nb", "sphinx-mathjax-offline"]
 nb_execution_mode, nb_ipywidgets_js, nb_merge_streams = "off", {{}}, True
 myst_enable_extensions = ["dollarmath", "amsmath", "attrs_inline", "deflist"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type", "misc.highlighting_failure"]
+suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type", "misc.highlighting_failure", "myst.strikethrough"]
 html_theme, html_title, html_show_sourcelink, html_copy_source = "pydata_sphinx_theme", "aim_nb", False, False
 html_theme_options = dict(show_nav_level=1, navigation_with_keys=False, secondary_sidebar_items=["page-toc"], navbar_align="left", header_links_before_dropdown=4, footer_start=["copyright"], footer_end=[],
     icon_links=[dict(name="Source", url={git!r}, icon="fa-brands fa-github")])
@@ -128,7 +128,7 @@ def convert(nb, name):
 
 def toctree():
     "The navigation, at the end of the home page."
-    trees = [f":::{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(map(url, names)) + "\n:::" for title, names in sections().items()]
+    trees = [f"```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(map(url, names)) + "\n```" for title, names in sections().items()]
     return nbformat.v4.new_markdown_cell("\n\n".join(trees))
 
 
