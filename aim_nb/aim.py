@@ -13,8 +13,8 @@ from .core import AimError, check_choice
 # %% auto #0
 __all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'pair_products', 'pair_sum', 'mix',
            'mix_grads', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices', 'normal', 'Attentive',
-           'Saved', 'Gradient', 'unit', 'unit_grad', 'aim_saved', 'aim_gradient', 'aim_step_', 'Fused', 'AIM',
-           'count_parameters', 'twin_width', 'LinearTwin', 'linear_twin', 'Identity']
+           'Saved', 'Gradient', 'unit', 'unit_grad', 'aim_saved', 'aim_gradient', 'state_step_', 'aim_step_', 'Fused',
+           'AIM', 'count_parameters', 'twin_width', 'LinearTwin', 'linear_twin', 'Identity']
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
@@ -257,7 +257,7 @@ class Gradient(NamedTuple):
     p: Plan
     wz: torch.Tensor; g: torch.Tensor                     # dW_M[m] = wz_m^T g_m
     z: torch.Tensor; dk: torch.Tensor                     # dW_K = z^T dk, db_K = sum dk
-    h: torch.Tensor; dq: torch.Tensor; dh: object         # dW_Q[m] = h_m^T dq_m; rows follow p.active
+    h: torch.Tensor; dq: torch.Tensor; dh: object         # dW_Q[m] = h_m^T dq_m; dh None: to be taken by the step
 
 # %% ../nbs/10_aim.ipynb #95b3cb07
 def unit(y):
@@ -294,25 +294,33 @@ def aim_gradient(aim, saved, g, with_dh=True):
     ds = (G*Y).sum(1)/math.sqrt(aim.d_k)
     if aim.gate == "sigmoid": ds = ds*w*(1 - w)
     dS = k.new_zeros(len(z), aim.M).index_put_((p.rows, p.mech), ds)
-    A = torch.tensor(p.active, device=z.device)
-    dq, h = (dS.t() @ k).index_select(0, A), aim.h.index_select(0, A)
-    dh = torch.stack([torch.mv(aim.W_Q[m], u) for m, u in zip(p.active, dq)]) if with_dh and p.active else None
-    return Gradient(p, z.index_select(0, p.rows)*w[:, None], G, z, dS @ q, h, dq, dh)
+    dq = dS.t() @ k
+    dh = torch.bmm(dq[:, None], aim.W_Q.mT)[:, 0] if with_dh else None
+    return Gradient(p, z.index_select(0, p.rows)*w[:, None], G, z, dS @ q, aim.h.clone(), dq, dh)
 
 # %% ../nbs/10_aim.ipynb #0730114a
+def state_step_(aim, grad, q, lr):
+    "h and W_Q -= lr times their gradients, in place; returns the queries after it."
+    if 2*len(grad.p.active) > aim.M:
+        aim.h.sub_(torch.bmm(grad.dq[:, None], aim.W_Q.mT)[:, 0] if grad.dh is None else grad.dh, alpha=lr)
+        aim.W_Q.baddbmm_(grad.h[:, :, None], grad.dq[:, None], alpha=-lr)
+        return aim.queries()
+    q = q.clone()
+    for m in grad.p.active:
+        W_Q, h, u = aim.W_Q[m], aim.h[m], grad.dq[m]
+        h.sub_(torch.mv(W_Q, u) if grad.dh is None else grad.dh[m], alpha=lr)
+        W_Q.addr_(grad.h[m], u, alpha=-lr)
+        torch.mv(W_Q.t(), h, out=q[m])
+    return q
+
 @torch.no_grad()
 def aim_step_(aim, grad, q, lr):
     "W -= lr dW for the mechanisms in use, in place; returns the queries after it."
-    p, q = grad.p, q.clone()
+    p = grad.p
+    for m, wz, g in zip(p.active, grad.wz.split(p.sizes), grad.g.split(p.sizes)): aim.W_M[m].addmm_(wz.t(), g, alpha=-lr)
     aim.W_K.addmm_(grad.z.t(), grad.dk, alpha=-lr)
     if aim.b_K is not None: aim.b_K.sub_(grad.dk.sum(0), alpha=lr)
-    for m, wz, g in zip(p.active, grad.wz.split(p.sizes), grad.g.split(p.sizes)): aim.W_M[m].addmm_(wz.t(), g, alpha=-lr)
-    for i, (m, h, u) in enumerate(zip(p.active, grad.h, grad.dq)):
-        W_Q, h_m = aim.W_Q[m], aim.h[m]
-        h_m.sub_(torch.mv(W_Q, u) if grad.dh is None else grad.dh[i], alpha=lr)
-        W_Q.addr_(h, u, alpha=-lr)
-        torch.mv(W_Q.t(), h_m, out=q[m])
-    return q
+    return state_step_(aim, grad, q, lr)
 
 # %% ../nbs/10_aim.ipynb #ea4a4d50
 class Fused(Attentive):

@@ -180,9 +180,8 @@ def catch_up_(
     lr):
     "What `s` Adam steps with a zero gradient do, in one pass."
     if not s: return
-    r = v.sqrt()
-    total = sum(torch.reciprocal(r + EPS*x).mul_(w) for x, w in zip(*gauss_rule(t, s)))
-    p.addcmul_(m, total, value=-lr)
+    r = v.sqrt(); tmp = torch.empty_like(r)
+    for x, w in zip(*gauss_rule(t, s)): p.addcdiv_(m, torch.add(r, EPS*x, out=tmp), value=-lr*w)
     m.mul_(BETA1**s); v.mul_(BETA2**s)
 
 # %% ../nbs/15_evaluate_continual.ipynb #33ddd009
@@ -589,12 +588,12 @@ def summary(ns, test, train, ages, chosen) -> dict:
 
 # %% ../nbs/15_evaluate_continual.ipynb #8b2303e7
 def validate_continual(
-    net, bank, norm, protocol=Protocol(), budget=None, seed=0, device="cpu",
+    net, bank, norm, budget=None, seed=0, device="cpu",
     rates=(1e-3, 3e-4), most=50, # classes at most
 ) -> dict:
     "One trajectory over validation classes at each rate, output layer only: the best test accuracy, cheap enough for every few hundred steps."
     mt = MetaTest(net, bank, norm, Protocol(), "head", seed, device=device)
-    n = min(mt.available("val"), most, budget.classes or most)
+    n = min(mt.available("val"), most, budget and budget.classes or most)
     done = mt.outcomes("val", [(r, 0) for r in rates], [n], "validation")
     best = max(done.values(), key=lambda d: d.test[0])
     return dict(accuracy=best.test[0], train_accuracy=best.train[0])

@@ -4,7 +4,7 @@
 
 # %% ../nbs/16_train_continual.ipynb #7cee8036
 from __future__ import annotations
-import math, warnings
+import time, warnings
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
@@ -22,7 +22,9 @@ from .records import find_record, new_record, save_record
 from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['make_continual', 'ContinualModel', 'ContinualTrainee', 'relevant', 'continual_identity', 'training_checkpoints']
+__all__ = ['make_continual', 'ContinualModel', 'ContinualTrainee', 'relevant', 'continual_identity', 'training_checkpoints',
+           'sizes', 'aim_twin', 'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual',
+           'load_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
 def make_continual(
@@ -58,11 +60,15 @@ class ContinualModel:
         slow = [p for n, p in self.net.named_parameters() if protocol.slow_set == "all" or n.startswith(self.net.slow)]
         for p in self.net.parameters(): p.requires_grad_(False)
         for p in slow: p.requires_grad_(True)
-        self.opt = torch.optim.Adam(slow, lr=lr_out, fused=True)
+        self.opt, self.log, self.has_aim = torch.optim.Adam(slow, lr=lr_out, fused=True), {}, isinstance(self.net.tail.layer, AIM)
 
-    def tensors(self): return {**module_tensors(self.net, "net."), **optimizer_tensors(self.opt)}
-    def load(self, tensors): load_module(self.net, tensors, "net."); load_optimizer(self.opt, tensors)
     def weights(self): return module_tensors(self.net, "net.")
+    def tensors(self): return {**self.weights(), **optimizer_tensors(self.opt), **self.log}
+
+    def load(self, tensors):
+        "Take a state back."
+        load_module(self.net, tensors, "net."); load_optimizer(self.opt, tensors)
+        self.log = {k: v for k, v in tensors.items() if k.startswith("log.")}
 
 # %% ../nbs/16_train_continual.ipynb #ab0ecc6f
 class ContinualTrainee(ContinualModel):
@@ -82,6 +88,7 @@ class ContinualTrainee(ContinualModel):
 
     def step(self, i):
         "One outer step."
+        if i == 0 and self.has_aim: self.note_use(0)
         redrawn, rng = self.protocol.meta_images == "redrawn", torch_rng(self.seed, "step", i)
         b = draw_meta_batch(self.rows, self.seed, i, self.inner, self.random, self.protocol.meta_images, self.n_classes)
         labels = lambda y: torch.as_tensor(y, device=self.device)
@@ -102,8 +109,17 @@ class ContinualTrainee(ContinualModel):
         return dict(loss=loss, acc=hit[:self.random].float().mean(), acc_new=hit[self.random:].float().mean())
 
     def validate(self, n):
-        "A trajectory over classes held out of meta-training."
-        return validate_continual(self.net, self.bank, self.norm, self.protocol, self.budget, self.seed, self.device)
+        "A trajectory over classes held out of meta-training, and which mechanisms they use."
+        row = validate_continual(self.net, self.bank, self.norm, self.budget, self.seed, self.device)
+        return row | (dict(used=self.note_use(n)) if self.has_aim else {})
+
+    def note_use(self, n) -> int:
+        "Log which mechanisms the validation classes use; returns how many are in use, with a warning if they are one fixed set."
+        use = mechanism_use(self.net, self.bank, self.norm, "val", images=5, device=self.device)
+        self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
+        used, K = int((use["mask"] > 0).any(0).sum()), self.net.tail.layer.K
+        if used < min(K + 1, self.net.tail.layer.M): warnings.warn(f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set.")
+        return used
 
 # %% ../nbs/16_train_continual.ipynb #79816c26
 _TRAIN = dict(all=("slow_set", "order", "norm", "inputs", "row_reset", "meta_images"), anml=("fast_set",), aim=("gate", "select"))
@@ -128,3 +144,94 @@ def training_checkpoints(identity):
     b, protocol = identity["budget"], Protocol(**identity["protocol"])
     own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "parameters", "data_sha")}
     return run_checkpoints("continual", own | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()))
+
+# %% ../nbs/16_train_continual.ipynb #4ec8d67c
+def sizes(net, aim_like=None) -> dict:
+    "Parameters of the network, of its layer and of the whole tail; for the baseline also those of the tail it stands in for."
+    count = lambda m: sum(p.numel() for p in m.parameters())
+    own = dict(parameters_all=count(net), parameters_layer=count(net.tail.layer), parameters_tail=count(net.tail), d_features=net.tail.fc.in_features)
+    return own | (dict(parameters_tail_aim=count(aim_like.tail)) if aim_like is not None else {})
+
+def aim_twin(trainee, M, K, l):
+    "The OML+AIM network that a baseline is to be as large as, without its numbers."
+    t = trainee
+    with torch.device("meta"):
+        return OML(input_shape(t.bank, t.protocol.inputs, t.policy), t.net.tail.fc.out_features, "aim", norm=t.protocol.norm, width=t.budget.width, M=M, K=K, l=l, gate=t.protocol.gate)
+
+def read_uses(log) -> dict:
+    "The log of mechanism use as arrays over validations: step (T,), score and mask (T, classes, M)."
+    at = sorted({int(k.split(".")[1]) for k in log})
+    return {"step": torch.tensor(at)} | {k: torch.stack([log[f"log.{n:07d}.{k}"] for n in at]) for k in ("score", "mask")}
+
+# %% ../nbs/16_train_continual.ipynb #3d5452a1
+def log_path(record) -> Path:
+    "Where the log of mechanism use of a record's run lies."
+    return runs_dir()/"logs"/f"continual-{record['key']}.safetensors"
+
+def read_log(record) -> tuple:
+    "Mechanism use over meta-training (step, score, mask of validation classes) and at the end on test classes (test_score, test_mask); a dict with the class names."
+    return load_tensors(log_path(record))
+
+def save_log(record, trainee):
+    "Write that log, for a network with AIM."
+    t, names = trainee, lambda split: [trainee.bank.class_names[c] for c in trainee.bank.classes(split)]
+    final = mechanism_use(t.net, t.bank, t.norm, "test", device=t.device)
+    log = read_uses(t.log) | {f"test_{k}": v for k, v in final.items()}
+    save_tensors(log_path(record), log, dict(record=record["key"], classes=names("val"), test_classes=names("test"), of="slow weights, before meta-test"))
+
+# %% ../nbs/16_train_continual.ipynb #2b328c63
+def train_continual(trainee, identity, fresh=None, callbacks=(), desc=""):
+    "Meta-train to the budget's end or from where it stopped; leaves the best weights in place."
+    ck, b = training_checkpoints(identity), trainee.budget
+    history = run_loop(trainee, b.steps, b.val_every, ck, callbacks=callbacks, desc=desc, fresh=fresh)
+    if history.best_step != history.last["step"]: load_module(trainee.net, ck.best().tensors, "net.")
+    return history
+
+def run_continual(
+    dataset="glyphs",     # omniglot | cifar100 | mini-imagenet | glyphs, or folder:PATH
+    method="oml+aim", seed=0,
+    budget="quick",       # smoke | quick | paper | paper@N, or a Budget
+    protocol=Protocol(),  # the switches
+    M=64, K=10, l=2,
+    steps=0, runs=0,      # 0: the budget's own
+    data_root="", device="cpu", fresh=None, callbacks=(), notebook="30_continual",
+    **others,             # inner, random, n_classes, n_out, lr_in, lr_out of the trainee, where they are not the usual ones
+) -> dict:
+    "The record of one run: found if it was done before, else meta-trained, meta-tested and written."
+    check_choice("method", method, CONTINUAL_METHODS)
+    b, bank = budget if isinstance(budget, Budget) else named_budget(budget, "continual", dataset, steps), open_bank(dataset, data_root)
+    if runs: b = replace(b, runs=runs)
+    protocol = relevant(method, protocol)
+    identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **others)
+    if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)): return found
+    t = ContinualTrainee(bank, method, seed, b, protocol, M, K, l, device=pick_device(device), **others)
+    return _train_and_record(t, identity, fresh, callbacks, notebook, aim_twin(t, M, K, l) if method == "oml+linear" else None)
+
+# %% ../nbs/16_train_continual.ipynb #d68130cf
+def _train_and_record(t, identity, fresh, callbacks, notebook, aim_like) -> dict:
+    "Meta-train, meta-test, write the record and the log of mechanism use."
+    name = f"{identity['dataset']} {t.method} seed {t.seed}"
+    history, start = train_continual(t, identity, fresh, callbacks, name), time.monotonic()
+    store = runs_dir()/"metatest"/f"{content_key(identity)}.json"
+    metrics = metatest(t.net, t.bank, t.norm, t.protocol, t.budget, t.seed, store=store, device=t.device)
+    metrics |= dict(val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"], best_step=history.best_step) | sizes(t.net, aim_like)
+    if t.has_aim: metrics["mechanisms_used"] = history.best["used"]
+    rec = new_record(**{**identity, "budget": t.budget, "protocol": t.protocol}, metrics=metrics, history=list(history), notebook=notebook,
+                     seconds=history.seconds + time.monotonic() - start, device=t.device)
+    if t.has_aim: save_log(rec, t)
+    save_record(rec); store.unlink(missing_ok=True)
+    return rec
+
+def load_continual(
+    record,        # of `run_continual`
+    data_root="", which="best", # best | last
+):
+    "The network of a finished run, from its checkpoints."
+    ck = training_checkpoints(record)
+    saved = ck.best() if check_choice("which", which, ("best", "last")) == "best" else ck.latest()
+    if saved is None: raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
+    q, trained = dict(record["parameters"]), ContinualModel
+    size = {k: q.pop(k) for k in ("M", "K", "l") if k in q}
+    t = trained(open_bank(record["dataset"], data_root), record["method"], record["seed"], Budget(**record["budget"]), Protocol(**record["protocol"]), **size, n_out=q.get("n_out", 0))
+    load_module(t.net, saved.tensors, "net.")
+    return t.net.eval(), t

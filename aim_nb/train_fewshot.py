@@ -159,7 +159,7 @@ class FewshotModel:
         "Take a state back."
         self.load_weights(tensors)
         self.optimiser.buffer.copy_(tensors["momentum"]); self.used.copy_(tensors["used"])
-        if "queries" in tensors: self.layer._remember(tensors["queries"].to(self.device))
+        if "queries" in tensors: self.layer._remember(torch.empty_like(self.layer.fused_queries()).copy_(tensors["queries"]))   # in memory of torch's own: products may round differently elsewhere
         self.log = {k: v for k, v in tensors.items() if k.startswith("log.")}
 
 # %% ../nbs/16_train_fewshot.ipynb #2cdfffbe
@@ -262,7 +262,7 @@ def train_fewshot(
     protocol=Protocol(), # the switches
     M=32, K=8, l=2, d_out=0, # AIM (d_out 0: the paper's width)
     n_way=5, n_query=15, rates=None,
-    callbacks=(), checkpoints=None, fresh=None, device="cpu", desc="",
+    callbacks=(), checkpoints=None, save_every=0, fresh=None, device="cpu", desc="",
 ) -> FewshotResult:
     "Meta-train on episodes of the train split, validate as it goes, test last and best."
     if isinstance(features, dict): features = features_from_arrays(**features)
@@ -271,7 +271,7 @@ def train_fewshot(
     layer = make_layer(method, features.d, d_out, M, K, l, protocol, seed)
     head = SIBHead(layer.d_out, n_way, protocol.sib_steps, generator=torch_rng(seed, "head"))
     trainee = FewshotTrainee(layer, head, features, n_shot, seed, protocol, rates, n_query, b.val_episodes, device)
-    history = run_loop(trainee, b.steps, b.val_every, checkpoints, callbacks=callbacks, desc=desc or f"{method} {n_shot}-shot", fresh=fresh)
+    history = run_loop(trainee, b.steps, b.val_every, checkpoints, save_every, callbacks, desc or f"{method} {n_shot}-shot", fresh=fresh)
     sizes, log = model_metrics(trainee), read_uses(trainee.log) | {"used": trainee.used.cpu()}
     test = fixed_episodes(features, "test", b.test_episodes, n_way, n_shot, n_query)
     metrics = test_fewshot(trainee, history, checkpoints, test, "soft" if protocol.decision == "soft-test" and method == "sib+aim" else None)
@@ -346,7 +346,7 @@ def run_fewshot(
     prepare = lambda: pretrained_backbone(bank, backbone, b, seed=backbone_seed, device=device)
     net, info = (None, None) if isinstance(backbone, str) else prepare()
     identity = fewshot_identity(dataset, method, seed, b, protocol, bank.sha, backbone if net is None else f"own-{info['sha']}", M, K, l,
-                                n_shot=n_shot, n_way=n_way, n_query=n_query, backbone_seed=backbone_seed, d_out=d_out)
+                                n_shot=n_shot, n_way=n_way, n_query=n_query, backbone_seed=backbone_seed, d_out=d_out, views=b.views)
     if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)): return found
     if net is None: net, info = prepare()
     return _train_and_record(identity, feature_bank(net, bank, views=b.views, device=device), info, bank, b, protocol, device, fresh, callbacks, notebook)

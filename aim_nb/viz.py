@@ -37,6 +37,8 @@ RC = {"figure.facecolor": CARD, "axes.facecolor": CARD, "savefig.facecolor": CAR
 
 class Card(Figure):
     "A figure that shows itself in a notebook as a small PNG."
+    def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs)
+
     def png(self, colours=256) -> bytes:
         "The picture as PNG with a palette."
         with plt.rc_context(RC): self.savefig(full := io.BytesIO(), format="png", dpi=RC["figure.dpi"], bbox_inches="tight")

@@ -72,13 +72,11 @@ def test_no_twins_in_any_split_or_across(classes):
     assert .8 < score.max() <= glyphs.TWINS
 
 
-@pytest.mark.parametrize("twins", ["A\u0391\u0410", "oO\u03bf\u043e0", "e\u00e9\u00e8\u00ea", "\u28ff\u28df", "pP\u0440\u03c1", "-\u2013\u2014_"])
+@pytest.mark.parametrize("twins", ["A\u0391\u0410", "oO\u03bf\u043e", "e\u00e9\u00e8", "\u28ff\u28df", "p\u0440", "cC\u0441\u0421\u03f2", "\U0001f06c\U0001f065"])
 def test_known_look_alikes_are_at_most_one_class(classes, twins):
     everyone = {g.code for s in SIZES for g in classes[s]}
     kept = [c for c in twins if ord(c) in everyone]
-    alike = glyphs.twin_score([ord(c) for c in kept], [ord(c) for c in kept]) if kept else np.zeros((0, 0))
-    assert len(kept) <= 1 or (alike - 2*np.eye(len(kept))).max() <= glyphs.TWINS
-    if twins[0] == "A": assert kept == ["A"]
+    assert len(kept) <= 1 and (kept == ["A"] or twins[0] != "A")
 
 
 def test_no_image_is_empty_full_or_twice_in_its_class(data):

@@ -67,10 +67,15 @@ myst_enable_extensions = ["dollarmath", "amsmath", "attrs_inline", "deflist"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type", "misc.highlighting_failure", "myst.strikethrough"]
 html_theme, html_title, html_show_sourcelink, html_copy_source = "pydata_sphinx_theme", "aim_nb", False, False
-html_theme_options = dict(show_nav_level=1, navigation_with_keys=False, secondary_sidebar_items=["page-toc"], navbar_align="left", header_links_before_dropdown=4, footer_start=["copyright"], footer_end=[],
+html_theme_options = dict(globaltoc_maxdepth=1, navigation_with_keys=False, secondary_sidebar_items=["page-toc"], navbar_center=[], footer_start=["copyright"], footer_end=[],
     icon_links=[dict(name="Source", url={git!r}, icon="fa-brands fa-github")])
-html_sidebars = {{"**": ["globaltoc"]}}
+html_sidebars, html_context = {{"**": ["globaltoc"]}}, {{"default_mode": "auto"}}
+html_static_path, html_css_files, html_favicon = ["static"], ["site.css"], "static/favicon.svg"
 """
+STATIC = {
+    "site.css": ".bd-sidebar-primary h3 {display: none} .bd-sidebar-primary ul {list-style: none; padding-left: .6rem} .bd-sidebar-primary a {text-decoration: none} .bd-sidebar-primary .caption {font-weight: 600; margin-top: 1rem}",
+    "favicon.svg": '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect x="1" y="1" width="14" height="3" fill="#bbb"/><rect x="1" y="6.5" width="14" height="3" fill="#2a9d5c"/><rect x="1" y="12" width="14" height="3" fill="#bbb"/></svg>',
+}
 
 
 def directives(source):
@@ -141,6 +146,8 @@ def by_sphinx(out):
             nb = convert(nbformat.read(path, 4), path.name)
             if path.stem == "index": nb.cells.append(toctree())
             nbformat.write(nb, Path(tmp, f"{url(path.name)}.ipynb"))
+        Path(tmp, "static").mkdir()
+        for name, text in STATIC.items(): Path(tmp, "static", name).write_text(text)
         Path(tmp, "conf.py").write_text(CONF.format(author=SETTINGS["author"], copyright=SETTINGS["copyright"], git=SETTINGS["git_url"]))
         code = build_main(["-q", "-b", "html", "-d", str(Path(tmp, ".doctrees")), tmp, str(Path(tmp, ".out"))])
         if code: sys.exit("docs: Sphinx failed")
