@@ -131,7 +131,7 @@ COST = dict(
     metatest=.004,          # one meta-test step of one trajectory, output layer alone
     base_memory=.5e9,       # Python and torch
 )
-IMAGES = {"cifar-fs": (38_400, 21_600, 32), "cifar100": (30_000, 20_000, 32), "mini-imagenet": (38_400, 21_600, 80), "omniglot": (18_020, 14_440, 28), "glyphs": (10_000, 14_000, 28)} # train, val + test, pixels
+IMAGES = {"cifar-fs": (38_400, 21_600, 32), "cifar100": (30_000, 20_000, 32), "mini-imagenet": (38_400, 21_600, 80), "omniglot": (18_020, 14_440, 28), "glyphs": (12_000, 13_280, 28)} # train, val + test, pixels
 
 # %% ../nbs/19_cli.ipynb #99c835ca
 def fewshot_cost(p) -> tuple:

@@ -21,8 +21,8 @@ from .tasks import draw_episodes, eval_view, input_shape, normaliser, policy, tr
 # %% auto #0
 __all__ = ['PEAK', 'WARMUP', 'BLOCK', 'split_rows', 'CosineClassifier', 'total_steps', 'learning_rate', 'prototype_accuracy',
            'Lens', 'forward', 'extract', 'Batches', 'Pretrainer', 'pretrain_identity', 'backbone_file', 'find_backbone',
-           'train_backbone', 'frozen', 'given_backbone', 'pretrained_backbone', 'FeatureBank', 'fill_array',
-           'view_maker', 'fresh_maker', 'split_features', 'feature_bank', 'features_from_arrays']
+           'train_backbone', 'module_sha', 'frozen', 'given_backbone', 'pretrained_backbone', 'FeatureBank',
+           'fill_array', 'view_maker', 'fresh_maker', 'split_features', 'feature_bank', 'features_from_arrays']
 
 # %% ../nbs/16_pretrain.ipynb #cc5ca579
 def split_rows(
@@ -224,23 +224,27 @@ def train_backbone(
     device="cpu",
 ) -> Path:
     "Pretrain `net` and keep its best epoch."
-    i, files = identity, run_checkpoints("pretrain", identity)
+    i, kept = identity, run_checkpoints("pretrain", identity)
     trainee = Pretrainer(net, bank, i["epochs"], i["schedule"], i["seed"], i["batch"], i["val_episodes"], device)
-    history = run_loop(trainee, total_steps(*trainee.plan), trainee.batches.per_epoch, files, callbacks=callbacks, fresh=fresh, desc=f"pretrain {i['backbone']} on {bank.name}")
-    weights = files.best().tensors
+    history = run_loop(trainee, total_steps(*trainee.plan), trainee.batches.per_epoch, kept, callbacks=callbacks, fresh=fresh, desc=f"pretrain {i['backbone']} on {bank.name}")
+    weights = kept.best().tensors
     told = dict(identity=i, sha=tensors_sha(weights)[:12], accuracy=history.best["accuracy"], best_step=history.best["step"], steps=history.last["step"], seconds=history.seconds, history=list(history))
     path = save_tensors(backbone_file(i), weights, told)
-    files.clear()  # the result is safe, so the way to it can go
+    kept.clear()  # the result is safe, so the way to it can go
     return path
 
 # %% ../nbs/16_pretrain.ipynb #829a0f63
+def module_sha(module) -> str:
+    "A key of what a module computes: its structure as printed, its weights and buffers."
+    return content_key([repr(module), tensors_sha(module_tensors(module))])
+
 def frozen(net, device="cpu"):
     "A module for evaluation only, in the fast layout."
     return net.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
 
 def given_backbone(module, bank, device="cpu"):
     "A user's own module as a pretrained backbone."
-    net, sha = frozen(make_backbone(module, Lens(bank).shape), device), tensors_sha(module_tensors(module))[:12]
+    net, sha = frozen(make_backbone(module, Lens(bank).shape), device), module_sha(module)
     return net, dict(backbone=type(module).__name__, source="given", key=sha, sha=sha, accuracy=None, d_out=net.d_out, dataset=bank.name)
 
 # %% ../nbs/16_pretrain.ipynb #cc088f2e
@@ -396,7 +400,7 @@ def feature_bank(
     device="cpu",
 ) -> FeatureBank:
     "Exact features of validation and test images, a pool of augmented views of training images."
-    lens, sha = Lens(bank, device), tensors_sha(module_tensors(backbone))[:12]
+    lens, sha = Lens(bank, device), module_sha(backbone)
     V = min(views, 1) if not _has_chance(lens.policy) else views  # without augmentation all views are one
     counts = {s: [len(r) for r in bank.class_rows(s)] for s in splits}
     arrays = {s: split_features(backbone, lens, s, V if s == "train" else 0, seed, sha, fresh) for s in splits if s != "train" or V}

@@ -100,8 +100,7 @@ class PlainFewshot:
         if self.layer is not None:
             out = self.out(z[:self.n], ranks_in)
             self._update(self.loss(out, out)[1], self.inner)
-        out = self.out(z, ranks_out)
-        s, loss = self.loss(out[:self.n], out[self.n:])
+        s, loss = self.loss(self.out(z[:self.n], ranks_out), self.out(z[self.n:], ranks_out))
         self._update(loss, self.outer, self.sib)
         return s.detach()
 
@@ -133,8 +132,8 @@ def plain_episode(
     out = own(z[:n])
     loss = F.cross_entropy(head(out, out), labels(head.n_way, n_shot))
     for p, g in zip(own.parameters(), torch.autograd.grad(loss, list(own.parameters()))): p.data.sub_(g, alpha=lr)
-    with torch.no_grad(): out = own(z)
-    return head(out[:n], out[n:]).detach()
+    with torch.no_grad(): S, Q = own(z[:n]), own(z[n:])
+    return head(S, Q).detach()
 
 # %% ../nbs/18_reference.ipynb #bf99cb53
 def plain_convs(

@@ -15,16 +15,17 @@ from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import CONTINUAL_METHODS, AimError, Budget, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
 from .core import budget as named_budget
-from .evaluate_continual import mechanism_use, metatest, validate_continual
+from .evaluate_continual import RELEASE_BANNER, mechanism_use, metatest, validate_continual
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .oml import N_OUT, OML, oml_loss, reset_rows
+from .paper import comparability
 from .records import find_record, new_record, save_record
 from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 
 # %% auto #0
 __all__ = ['make_continual', 'ContinualModel', 'ContinualTrainee', 'relevant', 'continual_identity', 'training_checkpoints',
            'sizes', 'aim_twin', 'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual',
-           'load_continual']
+           'load_continual', 'describe_continual', 'read_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
 def make_continual(
@@ -235,3 +236,43 @@ def load_continual(
     t = trained(open_bank(record["dataset"], data_root), record["method"], record["seed"], Budget(**record["budget"]), Protocol(**record["protocol"]), **size, n_out=q.get("n_out", 0))
     load_module(t.net, saved.tensors, "net.")
     return t.net.eval(), t
+
+# %% ../nbs/16_train_continual.ipynb #47a35bb5
+def describe_continual(
+    dataset, budget, protocol, n_runs,
+    M=64, K=10, l=2,
+) -> str:
+    "The banner of a run: data, budget, switches, and whether it can be compared with the paper."
+    b = budget
+    same = comparability("continualz", dict(dataset=dataset, method="oml", n_classes=10), b.asdict())
+    word = {"yes": "comparable with the paper", "budget": "another budget than the paper's: read the comparison with care", "data": "the paper has no figures for this dataset"}[same]
+    width = "full width" if not b.width else f"{b.width} channels instead of 112, a narrower network whose figures never stand beside full ones"
+    lines = [f"{dataset}, budget {b.name}: {b.steps:,} meta-training steps (paper 20,000), {width}.",
+             f"Meta-test: {b.runs} runs, {b.rates} rates x {b.rate_runs} trajectories to choose from, {'all classes' if not b.classes else f'at most {b.classes} classes'}; AIM: M={M}, K={K}, l={l}.",
+             f"Switches not at their default: {', '.join(f'{k}={v}' for k, v in protocol.changed().items()) or 'none'}. {n_runs} runs to make or find; {word}."]
+    return "\n".join(lines + [RELEASE_BANNER]*(protocol.protocol == "release" and dataset == "omniglot"))
+
+# %% ../nbs/16_train_continual.ipynb #5d4b8584
+def _at_end(record): return np.mean(record["metrics"]["test"], 0)[-1]
+
+def _one_method(recs):
+    "A sentence on the records of one method and one kind of meta-test."
+    m = recs[0]["metrics"]
+    acc, gone, kept = (np.mean(v) for v in ([_at_end(r) for r in recs], [r["metrics"]["forgetting"] for r in recs], [np.mean(r["metrics"]["train"], 0)[-1] for r in recs]))
+    age = f"the first quarter of the classes stands {gone:.1f} points behind the last" if gone > 0 else f"the first quarter of the classes does not stand behind the last ({-gone:.1f} points ahead)"
+    return f"- **{recs[0]['method']}** ({m['update']} moves): {acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from after {m['n_classes'][-1]} classes; {age}."
+
+def read_continual(
+    records, # of one dataset and budget
+) -> str:
+    "What the records say, as Markdown."
+    groups = {}
+    for r in records: groups.setdefault((r["method"], r["metrics"]["update"]), []).append(r)
+    text = [_one_method(g) for g in groups.values()]
+    end = {k: np.mean([_at_end(r) for r in g]) for k, g in groups.items()}
+    for (method, update), a in end.items():
+        plain = end.get((method.partition("+")[0], "head"))
+        if "+" in method and plain is not None: text.append(f"- {method} ({update}) minus {method.partition('+')[0]}: **{a - plain:+.1f}** points.")
+    chance = 100/records[0]["metrics"]["n_classes"][-1]
+    low = [f"{m} ({u})" for (m, u), a in end.items() if a < 2*chance]
+    return "\n".join(text + ([f"- At chance level ({chance:.1f} %): {', '.join(low)}. Look at the learning curves before believing it."] if low else []))

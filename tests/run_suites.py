@@ -54,14 +54,28 @@ def suite_readme(tmp, env):
     return code == 0, 1, ["README.md"] if code else [], out if code else ""
 
 
+GROUPS = [["^[_.23]", None, 2], [None, "^2", 1], [None, "^3", 1]] # experiments of one kind share pretrained backbones, so they go one after the other
+
+
+def nbdev_test(env, skip, only, workers):
+    "Start nbdev_test on some of the notebooks."
+    pick = ["--skip_file_re", skip] if skip else ["--file_re", only]
+    return subprocess.Popen([str(BIN / "nbdev_test"), "--n_workers", str(workers), "--timing", *pick], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
 def suite_notebooks(tmp, env):
     "Every cell of every notebook, two notebooks at a time."
     total = [p for p in (ROOT / "nbs").rglob("*.ipynb") if not any(s[0] in "._" for s in p.relative_to(ROOT / "nbs").parts)]
     run(BIN / "aim-nb", "data", "prepare", "glyphs", env=env) # once, before two workers ask for it
-    code, out = run(BIN / "nbdev_test", "--n_workers", 2, "--timing", env=env)
-    failed = re.findall(r"^\t(\S+\.ipynb)$", out, re.M) if code else []
-    slow = [f"{n} {s} s" for n, s in re.findall(r"^(\S+)\.ipynb: (\d+) secs$", out, re.M) if int(s)][:3]
-    return code == 0, len(total), failed or (["nbdev_test"] if code else []), out if code else "", ("slowest: " + ", ".join(slow)) if slow else ""
+    first = nbdev_test(env, *GROUPS[0])
+    outs = [(first.communicate()[0], first.returncode)]
+    both = [nbdev_test(env, *g) for g in GROUPS[1:]]
+    outs += [(p.communicate()[0], p.returncode) for p in both]
+    out, code = "\n".join(o for o, c in outs if c), max(abs(c) for _, c in outs)
+    failed = re.findall(r"^\t(\S+\.ipynb)$", out, re.M)
+    times = sorted(((int(s), n) for o, _ in outs for n, s in re.findall(r"^(\S+)\.ipynb: (\d+) secs$", o, re.M)), reverse=True)
+    note = "slowest: " + ", ".join(f"{n} {s} s" for s, n in times[:3]) if times else ""
+    return code == 0, len(total), failed or (["nbdev_test"] if code else []), out, note
 
 
 def suite_pytest(tmp, env):

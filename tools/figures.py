@@ -1,6 +1,7 @@
 """`make figures`: write figures/ from code and from the kept records, one file for each label of the paper that has them."""
 from pathlib import Path
-from aim_nb.viz import draw_aim, draw_applying_aims, save_fig
+from aim_nb.drawings import draw_aim, draw_applying_aims
+from aim_nb.viz import save_fig
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 
