@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export AIM_RUNS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab docs docs-serve figures readme clean
+.PHONY: help setup demo test lab docs docs-serve figures reproduce readme clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ docs-serve: docs ## the site in a browser
 
 figures: $(READY) ## figures/ from code and from the kept records
 	@$(BIN)/python tools/figures.py
+
+reproduce: $(READY) ## every experiment, table and figure: make reproduce DATASET=glyphs BUDGET=smoke
+	@$(BIN)/python tools/reproduce.py $(DATASET) $(BUDGET)
 
 readme: $(READY) ## README.md from nbs/index.ipynb
 	@$(BIN)/python tools/readme.py

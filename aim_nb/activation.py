@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 import numpy as np
 import torch
-from . import viz
+from . import train_continual, viz
 from .aim import AIM
 from .banks import open_bank
 from .core import AimError, Budget, Protocol, check_choice, torch_rng
@@ -18,11 +18,12 @@ from .records import find_record, new_record, save_record
 from .train_fewshot import load_fewshot, log_path, make_layer, read_log, run_fewshot
 
 # %% auto #0
-__all__ = ['NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'entropy', 'use_entropy',
-           'class_overlap', 'mean_overlap', 'nearest_classes', 'overlap_figure', 'attention_gap', 'attention_roughness',
-           'mask_numbers', 'activation_numbers', 'validation_features', 'layer_at', 'slow_attention', 'pack', 'unpack',
-           'picture_arrays', 'activation_record', 'activation_identity', 'slow_log', 'fewshot_activation',
-           'run_with_log', 'number_rows', 'read_activation', 'first_last', 'mask_name', 'short_name', 'without']
+__all__ = ['SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'entropy',
+           'use_entropy', 'class_overlap', 'mean_overlap', 'nearest_classes', 'overlap_figure', 'attention_gap',
+           'attention_roughness', 'mask_numbers', 'activation_numbers', 'validation_features', 'layer_at',
+           'slow_attention', 'pack', 'unpack', 'picture_arrays', 'activation_record', 'activation_identity', 'slow_log',
+           'fewshot_activation', 'run_with_log', 'continual_activation', 'run_continual_with_log', 'number_rows',
+           'read_activation', 'first_last', 'mask_name', 'short_name', 'without']
 
 # %% ../nbs/17_activation.ipynb #fd4f15df
 def class_masks(
@@ -229,6 +230,28 @@ def run_with_log(**run) -> dict: # as `run_fewshot` takes them, method sib+aim
     if find_record(activation_identity(record)) or log_path(record).exists(): return record
     print(f"the record of this run is here, its log is not: {run['n_shot']}-shot is trained again")
     return run_fewshot(**run | dict(fresh=True))
+
+# %% ../nbs/17_activation.ipynb #f96f9b11
+SUBSET = 40
+
+def continual_activation(
+    record,       # of an OML+AIM or ANML+AIM run (`run_continual`)
+    fresh=False,  # measure again
+) -> dict:
+    "The activation record of a continual run: found, or made from its log and written."
+    if not fresh and (found := find_record(activation_identity(record, "slow"))): return found
+    log, meta = train_continual.read_log(record)
+    test = dict(test=pack(log["test_mask"][:SUBSET]), test_classes=[str(c) for c in meta["test_classes"][:SUBSET]])
+    act = activation_record(record, {k: log[k] for k in ("step", "score", "mask")}, meta["classes"], "slow", **test)
+    save_record(act)
+    return act
+
+def run_continual_with_log(**run) -> dict: # as `run_continual` takes them, a method with AIM
+    "The record of a run whose activation can be looked at: trained again where only the record is here."
+    record = train_continual.run_continual(**run)
+    if find_record(activation_identity(record, "slow")) or train_continual.log_path(record).exists(): return record
+    print(f"the record of {run['method']} is here, its log is not: it is trained again")
+    return train_continual.run_continual(**run | dict(fresh=True))
 
 # %% ../nbs/17_activation.ipynb #03b74d72
 NUMBERS = {"use_entropy": "entropy of use, nats", "shared_mechanisms": "mechanisms shared by all classes", "sparse_mechanisms": "mechanisms of fewer than a quarter of the classes",

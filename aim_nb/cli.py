@@ -16,7 +16,7 @@ __all__ = ['app', 'WANTED', 'COST', 'IMAGES', 'data', 'Root', 'Name', 'say', 'On
            'need_papermill', 'parameters_of', 'convert', 'chosen', 'task_of', 'check_values', 'fewshot_cost',
            'continual_cost', 'estimate', 'spell', 'shorten', 'output_path', 'Kernels', 'interruptible', 'failure',
            'execute', 'summary', 'save_picture', 'join_pairs', 'Pairs', 'show_plan', 'run', 'start', 'table', 'list_',
-           'prepare', 'check', 'filters', 'keep_']
+           'prepare', 'check', 'filters', 'keep_', 'report']
 
 # %% ../nbs/19_cli.ipynb #b3d44f1a
 def say(message): typer.echo(f"aim-nb: {message}", err=True)
@@ -392,3 +392,13 @@ def keep_(
     if not found: raise AimError(f"no record under {shorten(records_dir())} fits {' '.join(where) or 'yet'}.")
     if not dry_run: keep(**filters(where))
     for r in found: typer.echo(f"{'would keep' if dry_run else 'kept'} {shorten(kept_dir()/record_name(r))}")
+
+# %% ../nbs/19_cli.ipynb #90c4bad7
+@app.command()
+def report(
+    runs: Annotated[bool, typer.Option("--runs", help="Of the runs' records instead of the kept ones.")] = False,
+):
+    "What is reproduced, what differs, what was not run."
+    from aim_nb.records import read_records, records_dir
+    from aim_nb.report import report_text
+    typer.echo(report_text(read_records(records_dir()) if runs else None).rstrip())

@@ -385,8 +385,8 @@ def continual_masks(records) -> dict:
     out, best = {}, _best(r for r in records if r["task"] == "activation" and "sib" not in r["method"])
     for d in sorted({r["dataset"] for r in best}):
         acts = sorted((r for r in best if r["dataset"] == d), key=lambda r: r["method"] != "oml+aim")
-        names = [activation.short_name(c) for c in acts[0]["metrics"]["classes"]]
-        masks = {f"{method_label(a['method'])}, step {a['metrics']['steps'][-1]:,}": activation.unpack(a["metrics"]["last"]) for a in acts if len(a["metrics"]["classes"]) == len(names)}
+        names = [activation.short_name(c) for c in acts[0]["metrics"]["test_classes"]]
+        masks = {f"{method_label(a['method'])}, step {a['metrics']['steps'][-1]:,}": activation.unpack(a["metrics"]["test"]) for a in acts}
         out[activation.mask_name(d)] = viz.mask_figure(masks, names, d)
     return out
 

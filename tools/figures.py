@@ -1,14 +1,29 @@
-"""`make figures`: write figures/ from code and from the kept records, one file for each label of the paper that has them."""
+"""`make figures`: write figures/ from code and from the kept records, one file for each label of the paper that has records."""
+import sys
 from pathlib import Path
+import matplotlib.pyplot as plt
 from aim_nb.drawings import draw_aim, draw_applying_aims
+from aim_nb.records import read_records
+from aim_nb.report import all_figures
 from aim_nb.viz import save_fig
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 
 
+def write(records, folder):
+    "Write every picture that the records can draw; return their names."
+    figures = {"AIM": draw_aim(), "applying_aims": draw_applying_aims(), **all_figures(records)}
+    for name, fig in figures.items():
+        save_fig(fig, name, folder)
+        plt.close(fig)
+    return list(figures)
+
+
 def main():
-    for name, draw in {"AIM": draw_aim, "applying_aims": draw_applying_aims}.items():
-        print(*(p.name for p in save_fig(draw(), name, FIGURES)))
+    names = write(read_records(), FIGURES)
+    stale = sorted(p.name for p in FIGURES.iterdir() if p.suffix in (".png", ".svg") and p.stem not in names)
+    print(f"figures: {', '.join(names)}")
+    if stale: sys.exit(f"figures: no record draws {', '.join(stale)}; remove them or keep their records")
 
 
 if __name__ == "__main__": main()

@@ -1,0 +1,147 @@
+"""The site: every page is made, navigation and links are whole, nothing is loaded from elsewhere, and a browser shows it without an error."""
+import functools
+import http.server
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "nbs").glob("*.ipynb"))
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    "The site as Sphinx renders it, everywhere the same."
+    out = tmp_path_factory.mktemp("docs") / "site"
+    done = subprocess.run([sys.executable, ROOT / "tools/docs.py", "--renderer", "sphinx", "--out", out], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return out
+
+
+class Page(HTMLParser):
+    "Addresses, anchors and images of a page."
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.loads, self.ids, self.no_alt = [], [], set(), []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        a = dict(attrs)
+        if "id" in a: self.ids.add(a["id"])
+        if tag == "a" and a.get("href"): self.links.append(a["href"])
+        if tag in ("script", "img", "iframe", "source") and a.get("src"): self.loads.append(a["src"])
+        if tag == "link" and a.get("href") and a.get("rel") not in ("canonical", "next", "prev", "index", "search"): self.loads.append(a["href"])
+        if tag == "img" and not a.get("alt"): self.no_alt.append(a.get("src"))
+
+
+@pytest.fixture(scope="module")
+def pages(site): return {p.name: Page(p) for p in site.glob("*.html")}
+
+
+def test_every_notebook_has_a_page_in_the_navigation(site, pages):
+    from docs import sections, url
+    listed = [n for names in sections().values() for n in names]
+    assert sorted(listed + ["index.ipynb"]) == [p.name for p in NOTEBOOKS]
+    for name in listed:
+        assert f"{url(name)}.html" in pages, name
+        assert f"{url(name)}.html" in pages["index.html"].links, f"{name} is not in the sidebar"
+
+
+def test_internal_links_resolve(pages, site):
+    broken = []
+    for name, page in pages.items():
+        for link in page.links:
+            if re.match(r"[a-z]+:", link) or name in ("genindex.html", "search.html"): continue
+            file, _, anchor = link.partition("#")
+            target = file or name
+            if not (site / target).exists(): broken.append(f"{name}: {link}")
+            elif anchor and target in pages and anchor not in pages[target].ids: broken.append(f"{name}: {link}")
+    assert not broken
+
+
+def test_nothing_is_loaded_from_another_host(pages): assert not [(n, u) for n, p in pages.items() for u in p.loads if re.match(r"(https?:)?//", u)]
+
+
+def test_images_say_what_they_show(pages): assert not {n: p.no_alt for n, p in pages.items() if p.no_alt}
+
+
+def test_pages_offer_their_notebook_and_colab(pages):
+    for path in NOTEBOOKS:
+        page = pages[re.sub(r"^\d+_", "", path.stem) + ".html"]
+        assert any(l.endswith(f"/nbs/{path.name}") and "colab" in l for l in page.links), path.name
+        assert any(l.endswith(f"/nbs/{path.name}") and "colab" not in l for l in page.links), path.name
+
+
+def test_api_shows_signatures_and_parameter_comments(site):
+    text = re.sub(r"<[^>]+>", "", (site / "aim.html").read_text())
+    assert "def AIM(" in text and "d_in, d_out, # features in and out" in text
+
+
+def test_no_directive_or_error_is_left_in_a_page(site):
+    for path in site.glob("*.html"):
+        text = path.read_text()
+        assert "Traceback (most recent call last)" not in re.sub(r"<[^>]+>", "", text), path.name
+        assert not re.search(r">#\|\s*(echo|hide|export|fig-cap)", text), path.name
+
+
+# a browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args): pass
+
+
+@pytest.fixture(scope="module")
+def browse(site):
+    "Open a page in headless Chromium; returns the page and what went wrong in it."
+    if not CHROMIUM: pytest.skip("no chromium on this machine: the site was not opened in a browser")
+    from playwright.sync_api import sync_playwright
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    base = f"http://127.0.0.1:{server.server_address[1]}"
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        def visit(path):
+            page, wrong = browser.new_page(), []
+            page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
+            page.on("pageerror", lambda e: wrong.append(str(e)))
+            page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((base, "data:", "blob:")) else None)
+            page.goto(f"{base}/{path}", wait_until="load")
+            return page, wrong
+        yield visit
+        browser.close()
+    server.shutdown()
+    server.server_close()
+
+
+def test_pages_open_without_errors(browse):
+    for path in ("index.html", "aim.html"):
+        page, wrong = browse(path)
+        page.wait_for_selector("h1")
+        assert not wrong, (path, wrong)
+
+
+def test_equations_are_set(browse):
+    page, wrong = browse("aim.html")
+    page.wait_for_selector("mjx-container", timeout=60_000)
+    assert not wrong
+
+
+def test_search_finds_aim(browse):
+    page, wrong = browse("search.html?q=AIM")
+    page.wait_for_selector("#search-results li a", timeout=60_000)
+    assert "AIM" in page.inner_text("#search-results") and not wrong
+
+
+def test_the_few_shot_page_shows_its_table_and_picture(browse):
+    page, wrong = browse("fewshot.html")
+    assert page.locator("table").count() and page.locator("article img, main img").count() and not wrong

@@ -1,0 +1,196 @@
+"""The report: its coverage rule, its claims and its two notebooks, with no records, made-up records and records that must not count."""
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from nbclient import NotebookClient
+
+from aim_nb import activation, report
+from aim_nb.core import Protocol, budget
+from aim_nb.paper import bands, claims, errata, paper_cells, paper_labels, paper_table, paper_value
+from aim_nb.records import new_record, save_record
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def fewshot(method="sib", shift=0., name="paper", seed=0, dataset="cifar-fs", n_shot=1, K=8, l=2, decision="hard", ci95=.4, **protocol):
+    "A made-up record, `shift` points from the paper's figure of that method."
+    where = dict(dataset=dataset, backbone="conv4", n_shot=n_shot)
+    base = paper_value("few-shot", method=method, **where)[0] if paper_table("few-shot", method=method, **where) else 60.
+    sizes = dict(M=32, K=K, l=l) if method == "sib+aim" else {}
+    parameters = dict(backbone="conv4", n_shot=n_shot, **sizes)
+    return new_record("fewshot", dataset, method, seed, budget(name), Protocol(decision=decision, **protocol), parameters, "0", dict(accuracy=base + shift, ci95=ci95))
+
+
+def continual(method="oml", shift=0., name="paper", dataset="omniglot"):
+    "A made-up continual record, `shift` points from the paper's figures."
+    rows = paper_table("continualz", dataset=dataset, method=method)
+    test = [[r["accuracy"] + shift + e for r in rows] for e in (-.2, .2)]
+    metrics = dict(n_classes=[r["n_classes"] for r in rows], test=test, train=[[min(100., a + 2) for a in run] for run in test], accuracy=50., ci95=1.)
+    return new_record("continual", dataset, method, 0, budget(name, "continual"), Protocol(), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
+
+
+def use(dataset="cifar-fs", method="sib+aim", n_shot=1, last=None, name="paper"):
+    "A made-up activation record that ends with the class masks `last`."
+    run = fewshot("sib+aim", n_shot=n_shot, dataset=dataset, name=name) if "sib" in method else continual(method, dataset=dataset, name=name)
+    first = np.full((8, 32), .25)
+    last = np.eye(8, 32) if last is None else last
+    log = dict(step=[0, 1, 2], mask=np.stack([first, first, last]), score=np.stack([first, first, last]))
+    more = dict(test=activation.pack(last), test_classes=list("abcdefgh"), attention_gap=.2, attention_gap_start=.1)
+    return activation.activation_record(run, log, list("abcdefgh"), "adapted" if "sib" in method else "slow", **more)
+
+
+def covered(records, name="paper"): return next((c["cells"] for c in report.coverage(records) if c["budget"] == name), 0)
+
+
+# coverage
+
+def test_nothing_run_nothing_covered_everything_listed():
+    rows = report.cell_rows([])
+    assert len(rows) == len(paper_cells()) and {r["verdict"] for r in rows} == {"not run"}
+    assert covered([]) == 0 and report.coverage([])[0]["figures"] == 2
+    assert sum(m["cells"] for m in report.missing([])) == len(paper_cells())
+
+
+def test_no_literature_among_the_cells():
+    assert not [r for r in report.cell_rows([]) if r.get("method") and r["method"] not in ("sib", "sib+linear", "sib+aim", "oml", "oml+linear", "oml+aim", "anml", "anml+aim")]
+
+
+@pytest.mark.parametrize("off, cells", [(0., 3), (2.9, 3), (-3.2, 0), (12., 0)])
+def test_a_cell_counts_only_with_a_right_plain_method(off, cells):
+    "SIB, SIB+AIM, and the latter's second place in tab:sto_count."
+    assert covered([fewshot("sib", off), fewshot("sib+aim", 5.)]) == cells
+
+
+def test_aim_alone_does_not_count():
+    records = [fewshot("sib+aim")]
+    assert covered(records) == 0
+    assert {r["verdict"] for r in report.cell_rows(records) if r["ours"] is not None} == {"not reached"}
+
+
+def test_another_budgets_plain_method_does_not_help():
+    records = [fewshot("sib", name="quick"), fewshot("sib+aim")]
+    assert (covered(records), covered(records, "quick")) == (0, 1)
+
+
+def test_other_data_and_moved_switches_do_not_count():
+    assert covered([fewshot("sib", dataset="glyphs", name="quick"), fewshot("sib+aim", dataset="glyphs", name="quick")], "quick") == 0
+    assert covered([fewshot("sib"), fewshot("sib+aim", aim_update="episode")]) == 1      # SIB alone
+
+
+def test_seeds_are_one_cell():
+    assert covered([fewshot("sib", seed=s) for s in range(3)]) == 1
+
+
+def test_a_stronger_plain_method_counts_on_omniglot():
+    "Above the bands of independent re-runs, far above the paper's own figure at 600 classes."
+    records = [continual("oml", 15.), continual("oml+aim", 1.)]
+    points = {n for n in bands("oml") if n in {r["n_classes"] for r in paper_table("continualz", dataset="omniglot")}}
+    assert len(points) >= 4 and covered(records) == 2*len(paper_table("continualz", dataset="omniglot", method="oml"))
+    assert covered([continual("oml", -30.), continual("oml+aim", 1.)]) == 0
+
+
+def test_figures_need_all_their_parts():
+    have = lambda records: {r["label"] for r in report.figure_rows(records) if r["have"]["paper"] == r["needs"]}
+    drawn = {"fig:AIM", "fig:applying_aims"}
+    assert have([use()]) == drawn | {"fig:mask-cifarfs_1shot_conv"}
+    assert have([use(), use("cifar100", "oml+aim")]) == drawn | {"fig:mask-cifarfs_1shot_conv", "fig:activation"}
+    assert have([use(name="quick")]) == drawn
+
+
+# claims
+
+def test_every_claim_has_a_row():
+    assert [r["id"] for r in report.claim_rows([])] == [c["id"] for c in claims()]
+    assert {r["verdict"] for r in report.claim_rows([])} == {"not measured"}
+
+
+def verdicts(records, id): return [r["verdict"] for r in report.claim_rows(records, [id])]
+
+
+def test_signs_of_a_difference():
+    seeds = lambda method, shift: [fewshot(method, shift, seed=s) for s in range(3)]
+    assert verdicts(seeds("sib", 0) + seeds("sib+aim", 0), "aim-beats-sib") == ["supported"]
+    assert verdicts(seeds("sib", 5) + seeds("sib+aim", 0), "aim-beats-sib") == ["contradicted"]
+    assert verdicts([fewshot("sib", 2.4), fewshot("sib+aim")], "aim-beats-sib") == ["undecided (one seed)"]
+    assert verdicts([fewshot("sib"), fewshot("sib+aim", name="quick")], "aim-beats-sib") == ["not measured"]
+
+
+def test_claims_about_use():
+    shared = np.zeros((8, 32)); shared[:, :3] = 1
+    assert verdicts([use(last=shared)], "shared-mechanisms") == ["supported (one seed)"]
+    assert verdicts([use()], "shared-mechanisms") == ["contradicted (one seed)"]
+    assert verdicts([use()], "use-becomes-sparse") == ["supported (one seed)"]
+    assert verdicts([use()], "clear-separation") == ["supported (one seed)"]
+    both = [use("omniglot", "oml+aim"), use("cifar100", "oml+aim", last=shared)]
+    assert verdicts(both, "omniglot-is-sparser") == ["supported (one seed)"]
+
+
+def test_continual_claims_have_a_row_for_each_number_of_classes():
+    rows = report.claim_rows([continual("oml"), continual("oml+aim", 1.)], ["aim-beats-oml", "small-generalisation-gap"])
+    n = len(paper_table("continualz", dataset="omniglot", method="oml"))
+    assert len(rows) == 2*n and all(r["paper"] is not None for r in rows[:n])
+
+
+def test_the_paper_against_its_own_claims():
+    "The signs that the errata tell of are found by the same code."
+    own = lambda id: {report.setting(p.where): v for p, v, _, _ in report.claim_values(id, report.paper_points())}
+    assert min(own("aim-beats-anml").values()) < 0 and min(own("aim-beats-sib").values()) > 0
+    assert max(own("linear-is-at-chance").values()) < .01
+    assert [s for s, v in own("soft-wins-wrn").items() if v < 0] == ["mini-imagenet, wrn-28-10, 1-shot"]
+
+
+# text and pictures
+
+def test_text_is_plain_and_complete():
+    text = report.report_text([fewshot("sib"), fewshot("sib+aim"), use()])
+    assert all(r["label"] in text for r in paper_labels()) and all(c["id"] in text for c in claims())
+    assert "3 of 319 table cells" in text and "\x1b" not in text and "nan" not in text.lower()
+    assert all(len(line) < 200 for line in text.splitlines())
+
+
+def test_costs_come_from_records_where_there_are_any():
+    records = [fewshot("sib+aim", name="quick") | dict(seconds=400.)]
+    hours, basis = report.run_hours(dict(task="fewshot", dataset="cifar-fs", backbone="conv4", method="sib+aim"), records)
+    assert basis == "measured" and abs(hours - 400/4000*50000/3600) < 1e-9
+
+
+def test_figures_are_named_as_the_paper_names_them():
+    names = set(report.all_figures([use(), use(n_shot=5), use("glyphs"), use("omniglot", "oml+aim"), continual("oml"), continual("oml+aim")]))
+    assert {"mask-cifarfs_1shot_conv", "mask-cifarfs_5shot_conv", "mask-glyphs_1shot_conv", "activation_cifar-fs", "attn_weight_conv_cifar-fs", "mask-cont_omni", "benchmark_continual_omniglot"} <= names
+    assert all(re.fullmatch(r"[\w.+-]+", n) for n in names)
+
+
+def test_halving_and_slow_masks_never_pose_as_the_papers():
+    halving = activation.activation_record(fewshot("sib+aim"), dict(step=[0, 1], mask=np.ones((2, 4, 32))), "abcd", "slow", "halving")
+    assert report.all_figures([halving]) == {}
+
+
+def test_activation_records_are_small_and_whole(tmp_path):
+    path = save_record(use(), tmp_path)
+    assert path.stat().st_size < 20_000
+    assert (activation.unpack(json.loads(path.read_text())["metrics"]["last"]) == np.eye(8, 32)).all()
+
+
+def test_errata_name_real_switches():
+    from aim_nb.core import SWITCHES
+    assert {e["switch"] for e in errata()} - {""} <= {*SWITCHES, "seeds"}
+
+
+@pytest.mark.parametrize("stem", ["90_report", "91_errata"])
+def test_report_notebooks_run(stem, tmp_path):
+    "From the records that are kept, in a process of their own."
+    nb = nbformat.read(ROOT / "nbs" / f"{stem}.ipynb", 4)
+    NotebookClient(nb, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "nbs")}}).execute()
+    assert not [o for c in nb.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "error"]
+
+
+def test_report_imports_without_a_display():
+    code = "import aim_nb.report as r; print(len(r.report_text([]).splitlines()))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode == 0 and int(out.stdout) > 60, out.stderr
