@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export AIM_RUNS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab docs docs-serve figures reproduce readme clean
+.PHONY: help setup demo test lab docs docs-serve bench bench-check figures reproduce readme clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,12 @@ docs-serve: docs ## the site in a browser
 	@echo "http://127.0.0.1:8000 (Ctrl-C ends it)"
 	@$(BIN)/python -m webbrowser http://127.0.0.1:8000 >/dev/null 2>&1 || true
 	@$(BIN)/python -m http.server -b 127.0.0.1 -d _docs 8000
+
+bench: $(READY) ## speed beside the plain reference, measured in one run (a quiet machine, please)
+	@$(BIN)/python -m benchmarks
+
+bench-check: $(READY) ## the stored measurements against their bars
+	@$(BIN)/python -m benchmarks --check
 
 figures: $(READY) ## figures/ from code and from the kept records
 	@$(BIN)/python tools/figures.py

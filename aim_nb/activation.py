@@ -23,7 +23,7 @@ __all__ = ['SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mech
            'attention_roughness', 'mask_numbers', 'activation_numbers', 'validation_features', 'layer_at',
            'slow_attention', 'pack', 'unpack', 'picture_arrays', 'activation_record', 'activation_identity', 'slow_log',
            'fewshot_activation', 'run_with_log', 'continual_activation', 'run_continual_with_log', 'number_rows',
-           'read_activation', 'first_last', 'mask_name', 'short_name', 'without']
+           'read_activation', 'first_last', 'mask_name', 'short_name', 'without', 'Explorer', 'explorer', 'look_figure']
 
 # %% ../nbs/17_activation.ipynb #fd4f15df
 def class_masks(
@@ -312,3 +312,53 @@ def without(
     out.load_state_dict(aim.state_dict())
     with torch.no_grad(): out.W_M[list(mechanisms)] = 0
     return out.eval()
+
+# %% ../nbs/17_activation.ipynb #a005a622
+class Explorer:
+    "A trained SIB+AIM and its validation images, to be asked about one image at a time."
+    def __init__(self, layer, head, X, labels, names, n_shot=1): # X (N, d) features, labels (N,) classes 0 to C-1, one name a class
+        self.layer, self.head, self.X, self.labels, self.names, self.n_shot = layer.eval(), head, X, np.asarray(labels), list(names), n_shot
+        with torch.no_grad(): self.att = layer.attention(X)
+        self.masks = class_masks(self.att.mask.numpy(), self.labels)
+        self.rows = [np.flatnonzero(self.labels == c) for c in range(len(self.names))]
+
+    def episode(self, c, i) -> tuple:
+        "Classes, support rows and query rows around image `i` of class `c`; the image is the first query."
+        classes = [c] + [d for d, _ in nearest_classes(self.masks, c, self.head.n_way - 1)]
+        rest = {d: [r for r in self.rows[d] if r != self.rows[c][i]] for d in classes}
+        support = [r for d in classes for r in rest[d][:self.n_shot]]
+        query = [self.rows[c][i]] + [r for d in classes for r in rest[d][self.n_shot:self.n_shot + 3]]
+        return classes, support, query
+
+    @torch.no_grad()
+    def look(self, c, i, off=()) -> dict:
+        "Scores, mask and class probabilities of one image, with some mechanisms silenced."
+        classes, support, query = self.episode(c, i)
+        y = torch.arange(len(classes)).repeat_interleave(self.n_shot)
+        ask = lambda layer: self.head(layer(self.X[support]), y, layer(self.X[query])).softmax(-1)[0].numpy()
+        r = self.rows[c][i]
+        return dict(row=int(r), score=self.att.score[r].numpy(), mask=self.att.mask[r].numpy(), off=list(off), classes=[short_name(self.names[d]) for d in classes],
+                    nearest=[(short_name(self.names[d]), round(o, 2)) for d, o in nearest_classes(self.masks, c)], before=ask(self.layer), after=ask(without(self.layer, *off)))
+
+# %% ../nbs/17_activation.ipynb #5c6c40c4
+def explorer(record, data_root="") -> Explorer:
+    "The explorer of a SIB+AIM run whose weights are here."
+    X, labels = validation_features(record, data_root)
+    bank = open_bank(record["dataset"], data_root)
+    return Explorer(*load_fewshot(record), X, labels, [bank.class_names[c] for c in bank.classes("val")], record["parameters"]["n_shot"])
+
+@viz.styled
+def look_figure(
+    seen,       # of `Explorer.look`
+    image=None, # (H, W) or (H, W, 3), shown at the left
+):
+    "An image, its weights with the active ones coloured, and the probabilities of the classes before and after silencing."
+    fig, (a, b, c) = viz.plt.subplots(1, 3, figsize=(8.4, 2.6), layout="constrained", width_ratios=[1, 2.2, 1.6])
+    if image is not None: a.imshow(np.squeeze(image), cmap="gray", vmin=0, vmax=255)
+    a.set_axis_off(); a.set_title(seen["classes"][0], fontsize=9)
+    colour = [viz.CYCLE[1] if m in seen["off"] and on else viz.CYCLE[0] if on else viz.FAINT for m, on in enumerate(seen["mask"])]
+    b.bar(range(len(colour)), seen["score"], color=colour); b.set(xlabel="mechanism", ylabel="weight", title="blue: active, red: silenced")
+    y = np.arange(len(seen["classes"]))
+    c.barh(y - .2, seen["before"], .4, color=viz.CYCLE[0], label="all"); c.barh(y + .2, seen["after"], .4, color=viz.CYCLE[1], label="silenced")
+    c.set(yticks=y, yticklabels=seen["classes"], xlim=(0, 1), title="probability", xlabel=f"now {seen['after'][0]:.0%}, was {seen['before'][0]:.0%}"); c.invert_yaxis(); c.tick_params(axis="y", labelsize=7); c.legend(fontsize=7)
+    return fig

@@ -45,6 +45,15 @@ class Frozen(NamedTuple):
     vectors: torch.Tensor
     at: np.ndarray           # row of the bank -> row of `vectors`
     def take(self, rows): return self.vectors[torch.as_tensor(self.at[np.asarray(rows)])]
+    def lacks(self, rows): return (rows >= len(self.at)) | (self.at[np.minimum(rows, len(self.at) - 1)] < 0)
+
+    def join(self, other):
+        "The images of both."
+        at = np.full(max(len(self.at), len(other.at)), -1)
+        at[:len(self.at)] = self.at
+        new = other.at >= 0
+        at[:len(other.at)][new] = other.at[new] + len(self.vectors)
+        return Frozen(torch.cat([self.vectors, other.vectors]), at)
 
 @torch.no_grad()
 def frozen(
@@ -477,7 +486,7 @@ class MetaTest:
         device="cpu",
         group=64):            # MB of output layers that advance together
         self.net, self.bank, self.norm, self.protocol, self.seed, self.device, self.group = net, bank, norm, protocol, seed, device, group
-        self.update, self.store, self.n_train, self.cache = update or protocol.metatest_update, Store(store), n_train, {}
+        self.update, self.store, self.n_train, self.cache = update or protocol.metatest_update, Store(store), n_train, None
 
     def rows(self, stream): return metatest_rows(self.bank, self.protocol.protocol, "val" if stream == "val" else "test")
     def available(self, stream): return len(self.rows(stream)[0])
@@ -495,16 +504,19 @@ class MetaTest(MetaTest):
         if self.update == "head": return lambda x: self.net.tail.embed(self.net.features(x))
         return self.net.modulation if isinstance(self.net, ANML) else self.net.features
 
-    def vectors(self, stream) -> Frozen:
-        "That function's values for every image a stream may need, computed once."
-        split = "val" if stream == "val" else "test"
-        if split not in self.cache: self.cache[split] = frozen(self.fixed(), self.bank, [r for part in self.rows(stream) for r in part], self.norm, device=self.device)
-        return self.cache[split]
+    def vectors(self, trajectories) -> Frozen:
+        "That function's values for every image of some trajectories, each computed once."
+        rows = np.unique(np.concatenate([part.ravel() for t in trajectories for part in (t.train, t.test)]))
+        new = rows if self.cache is None else rows[self.cache.lacks(rows)]
+        if len(new):
+            more = frozen(self.fixed(), self.bank, [new], self.norm, device=self.device)
+            self.cache = more if self.cache is None else self.cache.join(more)
+        return self.cache
 
     def run(self, stream, jobs, ns, desc) -> list:
         "Outcomes of jobs (rate, index)."
         trs, rates, keys = [self.trajectory(stream, i, max(ns)) for _, i in jobs], [r for r, _ in jobs], [(self.seed, stream, i) for _, i in jobs]
-        o, kw = self.vectors(stream), dict(desc=desc, device=self.device)
+        o, kw = self.vectors(trs), dict(desc=desc, device=self.device)
         fc = self.net.tail.fc
         if self.update == "head": return run_heads(o, trs, rates, ns, fc.out_features, keys, **kw)
         if isinstance(self.net, ANML): return run_anml(self.net, o, self.images, trs, rates, ns, keys, self.protocol.fast_set, self.protocol.adam, **kw)
@@ -604,11 +616,12 @@ def mechanism_use(
     net,          # with AIM
     bank, norm,
     split="val",  # val | test
-    images=20,    # at most so many a class
+    images=5,     # of each class
+    classes=0,    # so many of the split's classes (0: all)
     device="cpu",
 ) -> dict:
     "Mean score and mean mask of each class (classes, M), over images of a split."
-    rows = [r[:images] for r in bank.class_rows(split)]
+    rows = [r[:images] for r in bank.class_rows(split)[:classes or None]]
     with evaluating(net): z = frozen(lambda x: net.tail.reduced(net.features(x)), bank, rows, norm, device=device)
     use = [net.tail.layer.attention(z.take(r).to(device)) for r in rows]
     return dict(score=torch.stack([a.score.mean(0) for a in use]).cpu(), mask=torch.stack([a.mask.float().mean(0) for a in use]).cpu())

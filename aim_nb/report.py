@@ -10,16 +10,17 @@ import numpy as np
 from . import activation, viz
 from .core import Protocol, content_key
 from .paper import Seeds, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, reached, seed_summary
-from .records import read_records, record_name
-from .tables import ablation_table, continual_curve, continual_table, fewshot_table, method_label, variant
+from .records import field, read_records, record_name
+from .tables import ablation_table, continual_curve, continual_table, fewshot_table, method_label, present, variant
 
 # %% auto #0
 __all__ = ['AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
            'coordinates', 'points', 'paper_points', 'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains',
            'claim_values', 'setting', 'claim_rows', 'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows',
            'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text', 'backbone_hours', 'run_hours',
-           'missing', 'label_lines', 'hours_text', 'missing_lines', 'claim_lines', 'report_text', 'sources',
-           'activation_figures', 'continual_masks', 'trajectory_figures', 'ablation_figures', 'all_figures']
+           'missing', 'label_lines', 'hours_text', 'missing_lines', 'claim_lines', 'report_text', 'records_of',
+           'block_markdown', 'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures',
+           'ablation_figures', 'all_figures']
 
 # %% ../nbs/18_report.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -195,7 +196,7 @@ def blocks(table, records) -> list:
     "What a table is divided into: (dataset, backbone), or (dataset,); the paper's blocks first."
     keys = ("dataset", "backbone") if table in FEWSHOT_TABLES else ("dataset",)
     task = "fewshot" if table in FEWSHOT_TABLES else "continual"
-    theirs = [tuple(r[k] for k in keys) for r in paper_table(table)]
+    theirs = [tuple(r[k] for k in keys) for r in paper_table(table) if not r.get("literature")]
     ours = sorted({tuple(r["dataset"] if k == "dataset" else r["parameters"][k] for k in keys) for r in records if r["task"] == task})
     return list(dict.fromkeys([*theirs, *ours]))
 
@@ -348,14 +349,28 @@ def report_text(
     return "\n\n".join(title + "\n" + "\n".join("  " + line for line in lines) for title, lines in parts.items()) + "\n"
 
 # %% ../nbs/18_report.ipynb #44f993ec
-def sources(
-    row,      # of `paper_labels`
-    records,  # that went into it
-) -> str:
-    "Links to the notebooks and records of a table or figure, as Markdown."
-    notebooks = ", ".join(f"[{n}]({n}.ipynb)" for n in row["notebooks"])
-    files = " ".join(f"[{i}](../results/{record_name(r)})" for i, r in enumerate(records, 1))
-    return f"Made by {notebooks}" + (f" · records: {files}" if files else " · no kept records")
+def records_of(
+    row,     # of `cell_rows`
+    records,
+) -> list:
+    "The records that a row of a table was computed from."
+    if row["ours"] is None: return []
+    own = {k: row[k] for k in _CELL[1:] if row.get(k) is not None and k != "n_classes"}
+    fit = lambda r: all(field(r, k) == v for k, v in ({"method": "sib+aim"} | own).items()) and (r["budget"]["name"], r["budget"]["steps"]) == (row["budget"], row["steps"])
+    return [r for r in records if r["task"] == _run(row)["task"] and fit(r) and variant(r, list(own)) == row["variant"]]
+
+def block_markdown(table, block, records) -> str:
+    "One block of a table for the report: ours, the paper's, verdict, records."
+    f = frame(table, block, records)
+    rows = [dict(zip(("dataset", "backbone"), block)) | {k: None if v != v else v for k, v in r.items()} | {"table": table} for r in f.to_dict("records")]
+    text = present(f).drop(columns=["Budget", "Steps", "Seeds", "Variant"] if f.ours.isna().all() else [], errors="ignore")
+    text["Records"] = [" ".join(f"[{i}](../results/{record_name(x)})" for i, x in enumerate(records_of(r, records), 1)) for r in rows]
+    line = lambda cells: "| " + " | ".join(map(str, cells)) + " |"
+    return "\n".join([line(text.columns), line(["---"]*len(text.columns)), *(line(r) for r in text.itertuples(index=False))])
+
+def notebook_links(row) -> str: # of `paper_labels`
+    "Links to the notebooks that make a table or figure, as Markdown."
+    return "Made by " + ", ".join(f"[{n}]({n}.ipynb)" for n in row["notebooks"])
 
 # %% ../nbs/18_report.ipynb #3a147b56
 def _best(records) -> list:

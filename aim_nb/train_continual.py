@@ -116,7 +116,7 @@ class ContinualTrainee(ContinualModel):
 
     def note_use(self, n) -> int:
         "Log which mechanisms the validation classes use; returns how many are in use, with a warning if they are one fixed set."
-        use = mechanism_use(self.net, self.bank, self.norm, "val", images=5, device=self.device)
+        use = mechanism_use(self.net, self.bank, self.norm, "val", device=self.device)
         self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
         used, K = int((use["mask"] > 0).any(0).sum()), self.net.tail.layer.K
         if used < min(K + 1, self.net.tail.layer.M): warnings.warn(f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set.")
@@ -176,9 +176,9 @@ def read_log(record) -> tuple:
 def save_log(record, trainee):
     "Write that log, for a network with AIM."
     t, names = trainee, lambda split: [trainee.bank.class_names[c] for c in trainee.bank.classes(split)]
-    final = mechanism_use(t.net, t.bank, t.norm, "test", device=t.device)
+    final = mechanism_use(t.net, t.bank, t.norm, "test", classes=t.budget.classes, device=t.device)
     log = read_uses(t.log) | {f"test_{k}": v for k, v in final.items()}
-    save_tensors(log_path(record), log, dict(record=record["key"], classes=names("val"), test_classes=names("test"), of="slow weights, before meta-test"))
+    save_tensors(log_path(record), log, dict(record=record["key"], classes=names("val"), test_classes=names("test")[:len(final["mask"])], of="slow weights, before meta-test"))
 
 # %% ../nbs/16_train_continual.ipynb #2b328c63
 def train_continual(trainee, identity, fresh=None, callbacks=(), desc=""):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from .aim import AIM, Identity, LinearTwin, linear_twin
+from .aim import AIM, Identity, LinearTwin, check_sizes, linear_twin
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import AimError, Budget, FEWSHOT_METHODS, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
@@ -27,7 +27,7 @@ from .tasks import draw_episodes
 # %% auto #0
 __all__ = ['Rates', 'paper_rates', 'FlatSGD', 'Episodic', 'inner_step', 'outer_step', 'double_step', 'linear_double_step',
            'EpisodeFeed', 'FewshotModel', 'fixed_episodes', 'FewshotTrainee', 'fewshot_width', 'make_layer',
-           'FewshotResult', 'read_uses', 'test_fewshot', 'model_metrics', 'train_fewshot', 'Curves', 'relevant',
+           'FewshotResult', 'read_uses', 'score_last_and_best', 'model_metrics', 'train_fewshot', 'Curves', 'relevant',
            'fewshot_identity', 'training_checkpoints', 'log_path', 'read_log', 'run_fewshot', 'load_fewshot']
 
 # %% ../nbs/16_train_fewshot.ipynb #709d294b
@@ -122,8 +122,9 @@ def linear_double_step(t: Episodic, z) -> tuple:
 # %% ../nbs/16_train_fewshot.ipynb #76f4b08c
 class EpisodeFeed:
     "The features of training episode i: (n + q, D), support rows first, class by class."
-    def __init__(self, features, seed, n_way=5, n_shot=1, n_query=15, device="cpu", block=16):
-        self.features, self.seed, self.device, self.block = features, seed, device, block
+    def __init__(self, features, seed, n_way=5, n_shot=1, n_query=15, device="cpu"):
+        self.features, self.seed, self.device = features, seed, device
+        self.block = 16 if features.n_views("train") else 4     # fresh views: 320 images through the backbone at once
         self.shape, self.rows = dict(n_way=n_way, n_shot=n_shot, n_query=n_query), features.class_rows("train")
         self.at, self.z = None, None
 
@@ -170,9 +171,9 @@ def fixed_episodes(features, split, n, n_way=5, n_shot=1, n_query=15):
 # %% ../nbs/16_train_fewshot.ipynb #33ccb767
 class FewshotTrainee(FewshotModel):
     "SIB, SIB + Linear or SIB + AIM in training on the features of a frozen backbone."
-    def __init__(self, layer, head, features, n_shot=1, seed=0, protocol=Protocol(), rates=None, n_query=15, val_episodes=1000, device="cpu"):
+    def __init__(self, layer, head, features, n_shot=1, seed=0, protocol=Protocol(), rates=None, n_query=15, val_episodes=1000, device="cpu", keep_best=False):
         super().__init__(layer, head, rates or paper_rates(), device)
-        self.features, self.seed, self.decision, self.best = features, seed, None, None
+        self.features, self.seed, self.best = features, seed, (-1., {}) if keep_best else None
         self.feed = EpisodeFeed(features, seed, head.n_way, n_shot, n_query, device)
         self.val = fixed_episodes(features, "val", val_episodes, head.n_way, n_shot, n_query)
         ys, self.yq = (torch.arange(head.n_way, device=device).repeat_interleave(k) for k in (n_shot, n_query))
@@ -203,11 +204,11 @@ class FewshotTrainee(FewshotModel):
         return used
 
     def validate(self, n):
-        "Accuracy on the fixed validation episodes; the best weights so far are kept."
+        "Accuracy on the fixed validation episodes."
         score = self.score("val", self.val)
         row = dict(accuracy=score.mean, ci95=score.ci95)
         if len(self.used): row["used"] = self.note_use(n, score)
-        if self.best is None or score.mean > self.best[0]: self.best = score.mean, {k: v.clone() for k, v in self.weights().items()}
+        if self.best and score.mean > self.best[0]: self.best = score.mean, {k: v.clone() for k, v in self.weights().items()}   # where no checkpoint does it
         return row
 
 # %% ../nbs/16_train_fewshot.ipynb #5c4f833c
@@ -237,7 +238,7 @@ def read_uses(log) -> dict:
     return {"step": torch.tensor(steps, dtype=torch.long), **{k: torch.stack([log[f"log.{n:07d}.{k}"] for n in steps]) for k in ("score", "mask") if steps}}
 
 # %% ../nbs/16_train_fewshot.ipynb #121b597f
-def test_fewshot(trainee, history, checkpoints, episodes, decision=None) -> dict:
+def score_last_and_best(trainee, history, checkpoints, episodes, decision=None) -> dict:
     "Test the last and the best weights; leaves the best ones in place."
     last, best = trainee.score("test", episodes, decision), None
     if history.best_step != history.last["step"]:
@@ -265,16 +266,17 @@ def train_fewshot(
     callbacks=(), checkpoints=None, save_every=0, fresh=None, device="cpu", desc="",
 ) -> FewshotResult:
     "Meta-train on episodes of the train split, validate as it goes, test last and best."
+    check_sizes(n_way=n_way, n_shot=n_shot, n_query=n_query)
     if isinstance(features, dict): features = features_from_arrays(**features)
     b = budget if isinstance(budget, Budget) else named_budget(budget, "fewshot")
     if protocol.aim_update == "algorithm1" and not protocol.adapt and method != "sib": raise AimError("aim_update='algorithm1' with adapt=False would never move the layer; change one of them.")
     layer = make_layer(method, features.d, d_out, M, K, l, protocol, seed)
     head = SIBHead(layer.d_out, n_way, protocol.sib_steps, generator=torch_rng(seed, "head"))
-    trainee = FewshotTrainee(layer, head, features, n_shot, seed, protocol, rates, n_query, b.val_episodes, device)
+    trainee = FewshotTrainee(layer, head, features, n_shot, seed, protocol, rates, n_query, b.val_episodes, device, keep_best=checkpoints is None)
     history = run_loop(trainee, b.steps, b.val_every, checkpoints, save_every, callbacks, desc or f"{method} {n_shot}-shot", fresh=fresh)
     sizes, log = model_metrics(trainee), read_uses(trainee.log) | {"used": trainee.used.cpu()}
     test = fixed_episodes(features, "test", b.test_episodes, n_way, n_shot, n_query)
-    metrics = test_fewshot(trainee, history, checkpoints, test, "soft" if protocol.decision == "soft-test" and method == "sib+aim" else None)
+    metrics = score_last_and_best(trainee, history, checkpoints, test, "soft" if protocol.decision == "soft-test" and method == "sib+aim" else None)
     return FewshotResult(layer.eval(), head, history, metrics | sizes, log)
 
 # %% ../nbs/16_train_fewshot.ipynb #31b843f5
@@ -342,7 +344,8 @@ def run_fewshot(
 ) -> dict:
     "The record of one run: found if it was done before, else pretrained, trained, tested and written."
     check_choice("method", method, FEWSHOT_METHODS); device = str(pick_device(device))
-    b, bank = budget if isinstance(budget, Budget) else named_budget(budget, "fewshot", dataset, steps), open_bank(dataset, data_root)
+    b = budget if isinstance(budget, Budget) else named_budget(budget, "fewshot", dataset, steps)
+    bank = open_bank(dataset, data_root).first(b.classes)
     prepare = lambda: pretrained_backbone(bank, backbone, b, seed=backbone_seed, device=device)
     net, info = (None, None) if isinstance(backbone, str) else prepare()
     identity = fewshot_identity(dataset, method, seed, b, protocol, bank.sha, backbone if net is None else f"own-{info['sha']}", M, K, l,

@@ -12,7 +12,7 @@ from aim_nb.sib import SIBHead, SIBParams
 from aim_nb.tasks import draw_episodes
 from aim_nb.train_fewshot import Episodic, FlatSGD, double_step, paper_rates
 
-from .harness import GBS, case, compare, median, seconds, value_row
+from .harness import GBS, case, compare, median, own_process, seconds, value_row
 
 SIZES = {"256->400": (256, 400), "640->800": (640, 800), "1600->800": (1600, 800)}
 TINY = {"256->400": (16, 20)}
@@ -99,8 +99,7 @@ def aim_share(layer, items, n):
 def step_row(name, method, size, d, v, n_shot, plan, M=32):
     layer, head, plain, plain_head = model(method, d, v, M)
     items, ours, ref = draws(d, n_shot), Stepper(layer, head, n_shot), PlainFewshot(plain, plain_head, paper_rates(), n_shot)
-    first, second = ours(*items[0]), ref.step(*items[0])        # one step each before anything is timed
-    more, release, bar = {}, None, None
+    release, bar = None, None
     if method == "sib+aim" and M == 32 and n_shot == 1: release, bar = RELEASE_STEP[size], BAR_STEP[size]
     row = compare(name, in_turn(ours, items), in_turn(ref.step, items), plan, release=release, bar=bar, size=size, shots=n_shot, method=method)
     if method == "sib+aim":
@@ -127,7 +126,6 @@ def evaluation(plan):
         e = draw_episodes(classes, 0, range(n), stream="test")
         every = [torch.cat([torch.as_tensor(t[i]).flatten() for t in (e.support, e.query)]) for i in range(n)]
         one = in_turn(lambda z: plain_episode(plain, plain_head, z), [(x[r],) for r in every[:16]])
-        macs = 0
         rows.append(episode_row(size, n, lambda: evaluate(layer.eval(), head, x, e), one, plan))
     return rows
 
@@ -139,3 +137,32 @@ def episode_row(size, n, ours, one, plan):
     for part in row["ours_ms"]: row["ours_ms"][part] /= n
     for part in row["ratio"]: row["ratio"][part] *= n
     return row | dict(bar=BAR_EPISODE[size], episodes_per_second=1e3 / row["ours_ms"]["median"])
+
+
+@case("few-shot")
+def sampling(plan):
+    "Episodes drawn a second."
+    classes = make_features(2, 64, 600)[1]
+    n = 20 if plan["tiny"] else 2000
+    rng = torch_rng(0, "naive")
+    def naive():        # one torch.randperm a class, as a loader would
+        for _ in range(n // 10):
+            for c in torch.randperm(64, generator=rng)[:5].tolist(): classes[c][torch.randperm(600, generator=rng)[:16].numpy()]
+    row = compare("sampling 5-way 1-shot", lambda: draw_episodes(classes, 0, range(n)), naive, dict(plan, seconds=0.), episodes=n)
+    for part in row["reference_ms"]: row["reference_ms"][part] *= 10
+    for part in row["ratio"]: row["ratio"][part] *= 10
+    rate = n / row["ours_ms"]["median"] * 1e3
+    return [row | dict(episodes_per_second=rate), value_row("episodes drawn a second", rate, "episodes/s", bar=5000)]
+
+
+@case("few-shot")
+def paper_run(plan):
+    "The paper's budget from measured parts, each run in a process of its own so that its memory can be told: 50,000 steps, 50 validations, two tests."
+    methods = ("sib+aim",) if plan["tiny"] else ("sib", "sib+linear", "sib+aim")
+    rows = [value_row(f"paper run {m}", **own_process("benchmarks.paper_run", m, "tiny" if plan["tiny"] else "full")) for m in methods]
+    for r in rows: r["at_most"] = True
+    aim = rows[-1]
+    aim["bar"] = 30.
+    rows.append(value_row("paper run sib+aim, peak memory", aim["memory_gb"], "GB", bar=2., at_most=True))
+    if len(rows) > 3: rows.append(value_row("paper run, sib+linear over sib+aim", rows[1]["value"] / aim["value"], "x", bar=2., at_most=True))
+    return rows

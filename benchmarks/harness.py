@@ -5,6 +5,8 @@ import json
 import math
 import os
 import platform
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -28,11 +30,16 @@ def case(group):
     return register
 
 
+CLOCKS = dict(wall=time.perf_counter, cpu=time.process_time)     # cpu: for a machine that others use, too; all threads are counted
+CLOCK = ["wall"]
+
+
 def seconds(fn, n=1) -> float:
     "Mean time of one call out of `n`."
-    start = time.perf_counter()
+    now = CLOCKS[CLOCK[0]]
+    start = now()
     for _ in range(n): fn()
-    return (time.perf_counter() - start) / n
+    return (now() - start) / n
 
 
 def median(xs): return sorted(xs)[len(xs) // 2] if len(xs) % 2 else sum(sorted(xs)[len(xs) // 2 - 1:len(xs) // 2 + 1]) / 2
@@ -63,7 +70,7 @@ def machine() -> dict:
     if Path("/proc/cpuinfo").exists():
         cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), cpu)
     return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, gflops=matmul_rate(), gbs=bandwidth(),
-                wait_policy=os.environ.get("OMP_WAIT_POLICY", ""), device="cpu (a GPU would run the same code; none was here to be measured)")
+                clock=CLOCK[0], wait_policy=os.environ.get("OMP_WAIT_POLICY", ""), device="cpu (a GPU would run the same code; none was here to be measured)")
 
 
 def calls_for(fn, target) -> int:
@@ -108,6 +115,13 @@ GBS = [1.]      # the machine's bandwidth, set once a run
 def value_row(name, value, unit, bar=None, at_most=False, **more) -> dict:
     "A case that is not a comparison: a number with a unit."
     return dict(case=name, value=value, unit=unit, **({} if bar is None else dict(bar=bar, at_most=at_most)), **more)
+
+
+def own_process(module, *args) -> dict:
+    "What `python -m module args` prints as JSON in its last line."
+    out = subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    if out.returncode: raise RuntimeError(out.stderr)
+    return json.loads(out.stdout.splitlines()[-1])
 
 
 def exponent(xs, ys) -> float:

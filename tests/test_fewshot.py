@@ -172,6 +172,7 @@ def test_collapse_is_said():
 def test_clear_errors():
     with pytest.raises(AimError, match="method"): train_fewshot(world(), "sib+magic", budget=BUDGET)
     with pytest.raises(AimError, match="algorithm1"): train_fewshot(world(), "sib+aim", budget=BUDGET, protocol=Protocol(aim_update="algorithm1", adapt=False), **SMALL)
+    with pytest.raises(AimError, match="n_shot"): train_fewshot(world(), "sib", n_shot=0, budget=BUDGET)
     with pytest.raises(AimError, match="images"): train_fewshot(world(), "sib", n_shot=10, budget=BUDGET)
     with pytest.raises(AimError, match="budget"): train_fewshot(world(), "sib", budget="endless")
 

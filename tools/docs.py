@@ -64,7 +64,7 @@ project, author, copyright = "aim_nb", {author!r}, {copyright!r}
 extensions = ["myst_nb", "sphinx-mathjax-offline"]
 nb_execution_mode, nb_ipywidgets_js, nb_merge_streams = "off", {{}}, True
 myst_enable_extensions = ["dollarmath", "amsmath", "attrs_inline", "deflist"]
-myst_heading_anchors = 3
+myst_heading_anchors, myst_all_links_external = 3, True
 suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type", "misc.highlighting_failure", "myst.strikethrough"]
 html_theme, html_title, html_show_sourcelink, html_copy_source = "pydata_sphinx_theme", "aim_nb", False, False
 html_theme_options = dict(globaltoc_maxdepth=1, navigation_with_keys=False, secondary_sidebar_items=["page-toc"], navbar_center=[], footer_start=["copyright"], footer_end=[],

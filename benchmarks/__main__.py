@@ -1,0 +1,58 @@
+"""python -m benchmarks [NAMES ...] [--plan full|quick|tiny] [--check]: run the cases, print the table, write results.json."""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")     # before torch: idle threads sleep, so that other processes do not slow the timed ones down
+
+from . import continual, few_shot, harness, images, layer   # noqa: E402
+from .check import misses                                    # noqa: E402
+from .table import line                                      # noqa: E402
+
+
+def run(names, plan) -> list:
+    "Rows of the cases whose names were asked for (all if none was)."
+    rows = []
+    for name, (group, fn) in harness.CASES.items():
+        if names and not any(n in name for n in names): continue
+        print(f"\n{group}: {name.replace('_', ' ')}. {fn.__doc__}", flush=True)
+        for row in fn(harness.PLANS[plan]):
+            rows.append(dict(row, group=group, of=name))
+            print(line(rows[-1]), flush=True)
+    return rows
+
+
+def merge(old, new) -> list:
+    "The new rows in the place of old ones of the same cases."
+    names = {r["of"] for r in new}
+    return [r for r in old if r["of"] not in names] + new
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of case names: " + ", ".join(harness.CASES))
+    parser.add_argument("--plan", default="full", choices=harness.PLANS)
+    parser.add_argument("--clock", default="wall", choices=harness.CLOCKS, help="cpu: processor time, for a machine that is not quiet (use one thread)")
+    parser.add_argument("--check", action="store_true", help="run nothing: compare results.json with the bars; exit 1 with each miss named")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
+    a = parser.parse_args()
+    harness.CLOCK[0] = a.clock
+    if not a.check:
+        here = harness.machine()
+        harness.GBS[0] = here["gbs"]
+        print(f"{here['cpu']}, {here['threads']} threads: {here['gflops']:.0f} GFLOP/s, {here['gbs']:.0f} GB/s, torch {here['torch']}")
+        start, rows = time.time(), run(a.names, a.plan)
+        old = json.loads(a.out.read_text())["rows"] if a.out.exists() and a.names else []
+        harness.write(merge(old, rows), a.out, machine=here, plan=a.plan, seconds=round(time.time() - start))
+    if not a.out.exists(): sys.exit(f"{a.out} is not there yet: make bench first.")
+    found = misses(json.loads(a.out.read_text())["rows"])
+    print("\n" + ("\n".join(found) if found else "every bar is met"))
+    if a.check: sys.exit(bool(found))
+
+
+if __name__ == "__main__": main()

@@ -1,0 +1,156 @@
+"""Continual learning: outer steps, the inner loop alone, meta-test under Adam."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from aim_nb.aim import AIM
+from aim_nb.anml import ANML, anml_loss
+from aim_nb.core import torch_rng
+from aim_nb.evaluate_continual import AdamTail
+from aim_nb.fastweights import FastAIM
+from aim_nb.oml import OML, FastTail, inner_steps, oml_loss
+from aim_nb.reference import PlainAIM, PlainANML, PlainOML, PlainTail, copy_weights, plain_convs, plain_inner, plain_metatest, plain_outer
+
+from .harness import case, compare, exponent, median, seconds, value_row
+from .layer import flat, together
+
+SIZE = {"omniglot": dict(side=28, n_out=1000, release_channels=3, channels=1), "cifar": dict(side=32, n_out=100, release_channels=3, channels=3)}
+RELEASE_OUTER = {("oml", "omniglot"): 2.85, ("oml", "cifar"): 10.7, ("anml", "omniglot"): 16.6}
+BAR_OUTER = {("oml", "omniglot"): 3, ("oml", "cifar"): 5, ("anml", "omniglot"): 10}
+
+
+def make_images(n_classes, each, channels, side, seed=0):
+    "Images that are alike within a class: a smooth field and noise; (n_classes, each, C, side, side)."
+    g = torch_rng(seed, "images")
+    field = F.interpolate(torch.randn(n_classes, channels, 6, 6, generator=g), size=(side, side), mode="bilinear")
+    return field[:, None] + .5 * torch.randn(n_classes, each, channels, side, side, generator=g)
+
+
+def nets(method, data, gate, release, tiny=False):
+    "OML+AIM or ANML+AIM twice: the project's and the plain one, with the same weights."
+    s = SIZE[data]
+    c, n_out, width, M = s["release_channels" if release else "channels"], s["n_out"], 8 if tiny else 112, 12 if tiny else 64
+    fast = (OML if method == "oml" else ANML)((c, s["side"], s["side"]), n_out, "aim", norm="affine", width=width, generator=torch_rng(0, method), M=M, K=10, l=2, gate=gate)
+    d, D = fast.tail.reduce.in_features, fast.tail.reduce.out_features
+    tail = PlainTail(d, D, PlainAIM(D, D, M, 10, 2, 128, 128, gate), D, n_out, relu=method == "oml")
+    if method == "oml": plain = PlainOML(plain_convs(c, width, ["", "max", "", "max", "", "avg"]), tail)
+    else: plain = PlainANML(*(plain_convs(c, w, ["max", "max", ""], 0) for w in (width, round(width * 256 / 112))), fast.gate.in_features, d, tail)
+    return fast.train(), copy_weights(fast, plain), (c, s["side"], s["side"])
+
+
+def meta_batch(shape, tiny=False, n_classes=40):
+    "84 images and labels; the last 20 are the trajectory."
+    T, R = (3, 4) if tiny else (20, 64)
+    x, own = make_images(n_classes, 2, *shape[:2], seed=1), make_images(1, T, *shape[:2], seed=2)[0]
+    return torch.cat([x.flatten(0, 1)[:R], own]), torch.cat([torch.arange(n_classes).repeat_interleave(2)[:R], torch.full((T,), n_classes)]), T
+
+
+def ranks_for(T):
+    r = [torch.randperm(12, generator=torch_rng(3, t))[:10] for t in range(T + 1)]
+    return r[:-1], r[-1]
+
+
+def outer_pair(method, data, gate, release, tiny=False):
+    "One outer step of both sides on the same meta-batch."
+    fast, plain, shape = nets(method, data, gate, release, tiny)
+    x, y, T = meta_batch(shape, tiny)
+    opt, ref = torch.optim.Adam(fast.parameters(), 1e-3, fused=True), torch.optim.Adam(plain.parameters(), 1e-3)
+    ranks, last = ranks_for(T)
+    rng, own = torch_rng(0, "ranks"), dict(fast_set="release" if release else "paper") if method == "anml" else {}
+    names = plain.fast if release or method == "oml" else ("p.", "tail.")
+    def ours():
+        loss = (oml_loss if method == "oml" else anml_loss)(fast, x, y, n_inner=T, generator=rng, **own)[0]
+        opt.zero_grad(); loss.backward(); opt.step()
+    return fast, x, T, ours, lambda: plain_outer(plain, ref, x, y, x[-T:], y[-T:], names, ranks=ranks, last=last)
+
+
+def conv_share(rln, x, plan):
+    "Images a second through forward and backward of the convolutions in the meta-batch, over those in a batch six times as large."
+    def run(images):
+        rln.zero_grad(); rln(images).sum().backward()
+    big = x.repeat(6, 1, 1, 1)
+    small, large = together([lambda: run(x), lambda: run(big)], dict(plan, seconds=0., repeats=min(3, plan["repeats"])))
+    return dict(conv_ms=small, conv_of_large_batch=large / 6 / small)
+
+
+@case("continual")
+def outer_steps(plan):
+    "Outer steps at the release's switches and at the project's defaults."
+    few, rows = dict(plan, seconds=0., repeats=min(3, plan["repeats"])), []
+    for method, data in (("oml", "omniglot"),) if plan["tiny"] else (("oml", "omniglot"), ("oml", "cifar"), ("anml", "omniglot")):
+        for release in (True, False):
+            fast, x, T, ours, ref = outer_pair(method, data, "raw" if release else "sigmoid", release, plan["tiny"])
+            key = dict(release=RELEASE_OUTER[method, data], bar=BAR_OUTER[method, data]) if release else {}
+            row = compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=1, **key)
+            if method == "oml": row |= conv_share(fast.rln, x, plan)
+            rows.append(row)
+            del fast, x, ours, ref
+    return rows
+
+
+@case("continual")
+def inner_loop(plan):
+    "Twenty batch-1 SGD steps of the tail of OML+AIM at Omniglot size, features given."
+    fast, plain, shape = nets("oml", "omniglot", "raw", True, plan["tiny"])
+    x, y, T = meta_batch(shape, plan["tiny"])
+    with torch.no_grad(): f = fast.rln(x[-T:])
+    ranks, _ = ranks_for(T)
+    @torch.no_grad()
+    def ours(): inner_steps(FastTail(fast.tail), f, y[-T:], ranks)
+    few = dict(plan, repeats=min(5, plan["repeats"]))
+    row = compare("inner loop oml+aim omniglot, features given", ours, lambda: plain_inner(plain.tail, f, y[-T:], ("",), ranks=ranks), few, tries=2, release=2.17, bar=20)
+    return [row]
+
+
+@case("scaling")
+def inner_against_M(plan):
+    "One batch-1 inner step against the number of mechanisms."
+    D, Ms = (16, (16, 32)) if plan["tiny"] else (504, (16, 32, 64, 128, 256))
+    x, g = torch.randn(20, D, generator=torch_rng(0, "z")).relu(), torch.randn(1, D, generator=torch_rng(0, "g")) * 1e-3
+    def loop(M):
+        aim = AIM(D, D, M=M, K=10, l=0, d_h=128, generator=torch_rng(0, "aim", M))
+        @torch.no_grad()
+        def run():
+            fast = FastAIM(aim, 1e-2)
+            for z in x: fast(z[None]); fast.step(g)
+        return run
+    return [flat(f"inner loop of 20 steps, D={D}, against M", Ms, together([loop(M) for M in Ms], plan), bar=1.5)]
+
+
+def adam_trajectory(fast, f, y):
+    "AdamTail learning f in order, round and round."
+    state = dict(own=AdamTail(fast.tail, 1e-3, fast.tail.fc.weight.detach().clone()), t=0)
+    def step():
+        t = state["t"] = (state["t"] + 1) % len(f)
+        g = state["own"](f[t]).softmax(-1); g[y[t]] -= 1
+        state["own"].step(g)
+    return step
+
+
+@case("continual")
+def meta_test(plan):
+    "One step of a meta-test trajectory, every fast parameter under exact Adam."
+    fast, plain, shape = nets("oml", "omniglot", "raw", True, plan["tiny"])
+    n, T = (3, 2) if plan["tiny"] else (40, 15)
+    x, y = make_images(n, T, *shape[:2], seed=3).flatten(0, 1), torch.arange(n).repeat_interleave(T).tolist()
+    fast.eval()
+    with torch.no_grad(): f = torch.cat([fast.rln(part) for part in x.split(50)])
+    step = adam_trajectory(fast, f, y)
+    for _ in range(2 if plan["tiny"] else 100): step()
+    ref = dict(opt=None, t=0)
+    def plain_step():
+        t = ref["t"] = (ref["t"] + 1) % len(x)
+        ref["opt"] = plain_metatest(plain, x[t:t + 1], torch.tensor(y[t:t + 1]), optimiser=ref["opt"])
+    rows = [compare("meta-test step oml+aim omniglot, exact Adam", step, plain_step, dict(plan, seconds=4 * plan["seconds"]), release=.176, bar=20)]
+    return rows + [against_classes(fast, f, y, T, plan)]
+
+
+def against_classes(fast, f, y, T, plan):
+    "Seconds of a whole trajectory against the number of images in it."
+    ns = (1, 2) if plan["tiny"] else (5, 10, 20, 40)
+    def run(n):
+        step = adam_trajectory(fast, f[:n * T], y[:n * T])
+        return 1e3 * seconds(step, n * T) * n * T
+    times = [median([run(n) for _ in range(1 if plan["tiny"] else 3)]) for n in ns]
+    return flat("meta-test trajectory against classes", ns, times)

@@ -1,0 +1,71 @@
+"""What is done to images: pretraining, feature extraction; and how long it takes before anything happens."""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from aim_nb.backbones import count_macs, make_backbone
+from aim_nb.core import torch_rng
+from aim_nb.pretrain import CosineClassifier, forward, frozen
+from aim_nb.reference import copy_weights
+
+from .harness import case, compare, median, seconds, value_row
+
+
+def plain_conv4(width=64):
+    "Conv-4-64 as it is usually written."
+    layers = []
+    for i in range(4): layers += [nn.Conv2d(width if i else 3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten())
+
+
+def learner(net, classes=64):
+    "One step of classification, images in memory."
+    classifier = CosineClassifier(256, classes, generator=torch_rng(0, "classifier"))
+    opt = torch.optim.SGD([*net.parameters(), *classifier.parameters()], lr=.01, momentum=.9, nesterov=True, weight_decay=5e-4)
+    def step(x, y):
+        loss = F.cross_entropy(classifier(net(x)), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+    return step
+
+
+@case("images")
+def pretraining(plan):
+    "A step on 64 images, and features of images, against Conv-4-64 in plain eager mode."
+    B = 4 if plan["tiny"] else 64
+    x, y = torch.randn(B, 3, 32, 32, generator=torch_rng(0, "x")), torch.randint(64, (B,), generator=torch_rng(0, "y"))
+    net = make_backbone("conv4", (3, 32, 32), generator=torch_rng(0, "backbone"))
+    plain, macs = copy_weights(net, plain_conv4()), count_macs(net, (3, 32, 32))[""]
+    step, ref = learner(net.to(memory_format=torch.channels_last).train()), learner(plain.train())
+    last = x.to(memory_format=torch.channels_last)
+    rows = [compare("pretraining step conv4 32 px", lambda: step(last, y), lambda: ref(x, y), plan, macs=3 * macs * B)]
+    net, plain = frozen(net), plain.eval()
+    many = x.repeat(4, 1, 1, 1)
+    with torch.no_grad():
+        rows.append(compare("features conv4 32 px", lambda: forward(net, many.to(memory_format=torch.channels_last)), lambda: plain(many), plan, macs=macs * len(many)))
+    for r, n in zip(rows, (B, len(many))): r["images_per_second"] = n / r["ours_ms"]["median"] * 1e3
+    return rows
+
+
+def start_up(code, times):
+    "Seconds that a new process spends on `code`."
+    import subprocess
+    timer = f"import time; t = time.perf_counter()\n{code}\nprint(time.perf_counter() - t)"
+    return median([float(subprocess.run([sys.executable, "-c", timer], capture_output=True, text=True, check=True).stdout.split()[-1]) for _ in range(times)])
+
+
+@case("start-up")
+def imports(plan):
+    "What the package adds to `import torch`, and the imports of the few-shot notebook."
+    n = 1 if plan["tiny"] else 7
+    torch_alone, aim = start_up("import torch", n), start_up("import torch; t = time.perf_counter(); import aim_nb.aim", n)
+    rows = [value_row("import aim_nb.aim after torch", aim, "s", bar=.3, at_most=True, torch_s=torch_alone)]
+    path = Path(__file__).parent.parent / "nbs/20_fewshot.ipynb"
+    cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    own = next(c for c in cells if "import" in c and "aim_nb" in c)
+    return rows + [value_row("imports of 20_fewshot", start_up(own, n), "s")]

@@ -1,0 +1,97 @@
+"""AIM alone, and how its cost grows."""
+from __future__ import annotations
+
+import torch
+
+from aim_nb.aim import AIM
+from aim_nb.core import torch_rng
+from aim_nb.evaluate_fewshot import evaluate
+from aim_nb.reference import PlainAIM, copy_weights
+from aim_nb.tasks import draw_episodes
+
+from .few_shot import Stepper, aim_share, draws, in_turn, make_features, model
+from .harness import case, compare, exponent, median, seconds, value_row, calls_for
+
+LIMIT = 2 ** 26      # numbers that the reference may hold of its values (M, 2B, V); beyond it only our own side is timed
+
+
+def passes(net, z, backward):
+    "Output, or output and all gradients through autograd."
+    params = list(net.parameters())
+    def run():
+        out = net(z)
+        if backward: torch.autograd.grad(out.sum(), params)
+    return run
+
+
+def alone(fn, plan): return 1e3 * median([seconds(fn, calls_for(fn, plan["seconds"])) for _ in range(plan["repeats"])])
+
+
+@case("AIM")
+def aim_alone(plan):
+    "Forward, and forward with backward, for batches of 1 to 1024 and 8 to 256 mechanisms."
+    d, v, Bs, Ms = (16, 20, (1, 8), (8, 16)) if plan["tiny"] else (256, 400, (1, 4, 16, 64, 256, 1024), (8, 32, 64, 256))
+    x, rows = make_features(d, 16, 64)[0], []
+    plan = dict(plan, repeats=min(plan["repeats"], 5), seconds=plan["seconds"] / 2)
+    for M in Ms:
+        aim = AIM(d, v, M=M, l=0, generator=torch_rng(0, "aim", M)).eval()
+        plain = copy_weights(aim, PlainAIM(d, v, M, l=0))
+        for B in Bs:
+            z = x[torch.randperm(len(x), generator=torch_rng(1, B))[:B]]
+            for back in (False, True):
+                name, where, ours = f"AIM {'forward+backward' if back else 'forward'} B={B} M={M}", dict(B=B, M=M, backward=back), passes(aim, z, back)
+                macs = B * d * (aim.K * v + aim.d_k) * (2 if back else 1)
+                if M * 2 * B * v <= LIMIT: rows.append(compare(name, ours, passes(plain, z, back), plan, macs=macs, tries=1, **where))
+                else: rows.append(value_row(name, alone(ours, plan), "ms", macs=macs, **where))
+    return rows
+
+
+def flat(name, Ms, times, bar=None):
+    "A scaling row: times against a size, and the fitted exponent."
+    row = dict(case=name, at=list(Ms), ms=times, exponent=exponent(Ms, times), growth=times[-1] / times[0])
+    return row if bar is None else row | dict(bar=bar)
+
+
+def batch_one(M, d, v):
+    "One fused step of one image."
+    layer = AIM(d, v, M=M, l=0, generator=torch_rng(0, "aim", M))
+    x, g = make_features(d)[0], torch.randn(1, v, generator=torch_rng(0, "g")) * 1e-4
+    def run(z): layer.sgd_(layer.forward_saved(z)[1], g, 1e-3)
+    return in_turn(run, [(x[i:i + 1],) for i in range(0, len(x), 7)])
+
+
+@case("scaling")
+def against_M(plan):
+    "A training step, and one image, against the number of mechanisms at K = 8."
+    d, v, Ms = (16, 20, (16, 32)) if plan["tiny"] else (256, 400, (32, 64, 128, 256))
+    items = draws(d, 1)
+    step = [in_turn(Stepper(*model("sib+aim", d, v, M)[:2]), items) for M in Ms]
+    one = [batch_one(M, d, v) for M in Ms]
+    return [flat(name, Ms, together(fns, plan), bar=1.5) for name, fns in (("training step 256->400 against M", step), ("one image 256->400 against M", one))]
+
+
+def together(fns, plan):
+    "Times of several functions, taken in turn."
+    n = [calls_for(f, plan["seconds"]) for f in fns]
+    times = [[seconds(f, k) for f, k in zip(fns, n)] for _ in range(plan["repeats"])]
+    return [1e3 * median(t) for t in zip(*times)]
+
+
+@case("scaling")
+def against_sizes(plan):
+    "AIM's share of a training step against K and D; an evaluation against its number of episodes."
+    tiny, rows = plan["tiny"], []
+    Ks, Ds, Es = ((2, 4), (16, 32), (4, 8)) if tiny else ((2, 4, 8, 16), (128, 256, 512, 1024), (250, 500, 1000, 2000))
+    d, v = (16, 20) if tiny else (256, 400)
+    shares = []
+    for K in Ks:
+        layer = AIM(d, v, K=K, l=0, generator=torch_rng(0, "aim"))
+        shares.append(aim_share(layer, [(z, None, None) for z, *_ in draws(d, 1)], 5))
+    rows.append(flat(f"AIM's share {d}->{v} against K", Ks, together(shares, plan)))
+    shares = [aim_share(AIM(D, v, generator=torch_rng(0, "aim")).train(), draws(D, 1), 5) for D in Ds]
+    rows.append(flat(f"AIM's share D->{v} against D", Ds, together(shares, plan)))
+    layer, head, *_ = model("sib+aim", d, v)
+    x, classes = make_features(d, 20, 30 if tiny else 600)
+    sets = [draw_episodes(classes, 0, range(n), stream="test") for n in Es]
+    rows.append(flat(f"evaluation {d}->{v} against episodes", Es, together([lambda e=e: evaluate(layer.eval(), head, x, e) for e in sets], dict(plan, seconds=0.))))
+    return rows

@@ -1,0 +1,199 @@
+"Continual learning as a whole: orders of the meta-gradient, lock step, deferred Adam, protocols, resumption, a baseline that learns."
+import os, signal, subprocess, sys
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from aim_nb import evaluate_continual as ec
+from aim_nb.aim import AIM, LinearTwin
+from aim_nb.anml import ANML, anml_loss
+from aim_nb.core import CONTINUAL_METHODS, Budget, Protocol, torch_rng
+from aim_nb.oml import OML, Tail, explicit_loss, oml_loss
+from aim_nb.tasks import draw_trajectory
+
+AIM_SIZE = dict(M=6, K=2, l=1, d_h=5, d_k=4)
+
+def network(kind, layer="", width=4, **kw):
+    return kind((1, 28, 28), 7, layer, width=width, generator=torch_rng(0), **(AIM_SIZE | kw if layer else {})).double().eval()
+
+def images(n=9, seed=3): return torch.randn(n, 1, 28, 28, dtype=torch.float64, generator=torch_rng(seed))
+
+LABELS = torch.tensor([0, 1, 2, 3, 6, 5, 5, 5, 5])
+
+class Blobs:
+    "A bank of classes that are noise around a prototype."
+    name, sha = "glyphs", "blobs"
+    def __init__(self, n=30, each=12, noise=25):
+        self.n, self.each, self.class_names = n, each, [f"class {c}" for c in range(n)]
+        centre = 60*torch.randn(n, 1, 7, 7, 1, generator=torch_rng("centre")).repeat_interleave(4, 2).repeat_interleave(4, 3)
+        self.images = (128 + centre + noise*torch.randn(n, each, 28, 28, 1, generator=torch_rng("noise"))).clip(0, 255).byte().numpy().reshape(-1, 28, 28, 1)
+        self.shape, self.splits = (28, 28, 1), {"train": range(0, n//2), "val": range(n//2, n//2 + n//6), "test": range(n//2 + n//6, n)}
+    def classes(self, split): return np.array(self.splits[split])
+    def class_rows(self, split, images="all"):
+        part = {"all": slice(None), "train": slice(0, self.each - 4), "test": slice(self.each - 4, None)}[images]
+        return [c*self.each + np.arange(self.each)[part] for c in self.splits[split]]
+
+NORM = (torch.tensor([.5]), torch.tensor([.3]))
+
+# --- the meta-gradient ---------------------------------------------------------------------------------------------------------------------
+
+def adapted(net, names, x, y, lr):
+    "A copy of the network after plain SGD steps with torch.optim.SGD."
+    import copy
+    net = copy.deepcopy(net)
+    opt = torch.optim.SGD([p for n, p in net.named_parameters() if n.startswith(names)], lr=lr)
+    for i in range(len(x)): net.zero_grad(); F.cross_entropy(net(x[i:i+1]), y[i:i+1]).backward(); opt.step()
+    return net
+
+@pytest.mark.parametrize("kind,layer,fast_set", [(OML, "", ""), (OML, "linear", ""), (OML, "aim", ""), (ANML, "", "paper"), (ANML, "aim", "paper"), (ANML, "aim", "release")])
+def test_first_order_is_the_gradient_at_the_final_fast_weights(kind, layer, fast_set):
+    net, x = network(kind, layer), images()
+    loss = oml_loss(net, x, LABELS, 4, lr=.02)[0] if kind is OML else anml_loss(net, x, LABELS, 4, lr=.02, fast_set=fast_set)[0]
+    ours = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+    end = adapted(net, net.fast_names(fast_set or "paper"), x[-4:], LABELS[-4:], .02); end.zero_grad()
+    F.cross_entropy(end(x), LABELS).backward()
+    for (name, p), g in zip(end.named_parameters(), ours):
+        theirs = torch.zeros_like(p) if p.grad is None else p.grad
+        torch.testing.assert_close(torch.zeros_like(p) if g is None else g, theirs, rtol=1e-8, atol=1e-10, msg=name)
+
+@pytest.mark.parametrize("kind,layer,name", [(OML, "", "tail.fc.weight"), (OML, "", "rln.blocks.0.conv.weight"), (OML, "aim", "tail.layer.W_K"), (ANML, "", "p.blocks.0.conv.weight")])
+def test_second_order_is_the_derivative_of_the_whole(kind, layer, name):
+    net, x = network(kind, layer), images()
+    p = dict(net.named_parameters())[name]
+    d = torch.randn(p.shape, dtype=p.dtype, generator=torch_rng(4))
+    f = oml_loss if kind is OML else anml_loss
+    g = torch.autograd.grad(f(net, x, LABELS, 4, lr=.02, order="second")[0], p)[0]
+    first = torch.autograd.grad(f(net, x, LABELS, 4, lr=.02, order="first")[0], p)[0]
+    def shifted(e):
+        with torch.no_grad():
+            p.add_(d, alpha=e); v = F.cross_entropy(adapted_logits(net, x), LABELS).item(); p.sub_(d, alpha=e)
+        return v
+    def adapted_logits(net, x):
+        with torch.enable_grad(): end = adapted(net, net.fast_names("paper"), x[-4:], LABELS[-4:], .02)
+        return end(x)
+    slope = (shifted(1e-6) - shifted(-1e-6))/2e-6
+    assert slope == pytest.approx((g*d).sum().item(), rel=1e-4, abs=1e-7)
+    assert abs(slope - (first*d).sum().item()) > 1e-5      # first order is something else
+
+# --- meta-test -----------------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def bank(): return Blobs()
+
+def mt(net, bank, update="head", **kw): return ec.MetaTest(net, bank, NORM, Protocol(**kw), update, seed=0)
+
+def test_lock_step_equals_one_at_a_time(bank):
+    net = OML((1, 28, 28), 20, width=4, generator=torch_rng(1))
+    jobs = [(r, i) for r in (1e-2, 3e-3) for i in range(2)]
+    together = mt(net, bank).outcomes("test", jobs, [3, 6])
+    images = lambda r: mt(net, bank).images(r)
+    for rate, i in jobs:
+        alone = mt(net, bank).outcomes("test", [(rate, i)], [3, 6])[rate, i]
+        book, _ = ec.metatest_reference(net, images, mt(net, bank).trajectory("test", i, 6), rate, [3, 6], (0, "test", i))
+        assert together[rate, i] == alone == book
+    assert len({str(o) for o in together.values()}) > 1      # the comparison can fail
+
+@pytest.mark.parametrize("layer", ["", "linear", "aim"])
+def test_fast_meta_test_equals_the_reference(bank, layer):
+    net = OML((1, 28, 28), 20, layer, width=4, generator=torch_rng(1), **(AIM_SIZE if layer else {}))
+    m = mt(net, bank, "fast")
+    ours = m.outcomes("test", [(3e-3, 0)], [3, 6])[3e-3, 0]
+    book, _ = ec.metatest_reference(net, m.images, m.trajectory("test", 0, 6), 3e-3, [3, 6], (0, "test", 0), "fast")
+    assert ours == book
+
+@pytest.mark.parametrize("dtype,tol", [(torch.float32, 1e-5), (torch.float64, 1e-8)])
+@pytest.mark.parametrize("gate", ["sigmoid", "raw"])
+def test_deferred_adam_equals_torch(dtype, tol, gate):
+    tail = Tail(6, 8, lambda d: AIM(d, d, M=12, K=2, l=1, d_h=4, d_k=4, gate=gate, generator=torch_rng(1)), d_reduce=5, generator=torch_rng(2)).eval().to(dtype)
+    x = torch.randn(120, 6, generator=torch_rng(3)).to(dtype)
+    import copy
+    book, head = copy.deepcopy(tail), ec.fresh_head(5, 8, (0,)).to(dtype)
+    with torch.no_grad(): book.fc.weight.copy_(head); book.fc.bias.zero_()
+    opt, own = torch.optim.Adam(book.parameters(), lr=1e-3), ec.AdamTail(tail, 1e-3, head)
+    for i, f in enumerate(x):
+        for p in book.parameters(): p.grad = torch.zeros_like(p)
+        F.cross_entropy(book(f[None]), torch.tensor([i//15])).backward(); opt.step()
+        g = own(f).softmax(-1); g[i//15] -= 1; own.step(g)
+    W = torch.stack([own.layer.mechanism(m, own.layer.t) if m in own.layer.own else tail.layer.W_M[m] for m in range(12)])
+    assert 2 < len(own.layer.own) and W.isfinite().all()
+    assert (W - book.layer.W_M).abs().max() < tol and (own.fc.W - book.fc.weight).abs().max() < tol and (own.layer.W_Q - book.layer.W_Q).abs().max() < tol
+    lazy = ec.AdamTail(tail, 1e-3, head, "lazy")
+    for i, f in enumerate(x): g = lazy(f).softmax(-1); g[i//15] -= 1; lazy.step(g)
+    assert max((lazy.layer.own[m] - book.layer.W_M[m]).abs().max().item() for m in lazy.layer.own) > 1e-4
+
+def test_protocols_use_the_classes_and_images_they_say(bank):
+    seen = {s: {int(r) for c in bank.class_rows(s) for r in c} for s in ("train", "val", "test")}
+    m = mt(OML((1, 28, 28), 20, width=4, generator=torch_rng(1)), bank)
+    for stream, split in (("val", "val"), ("test", "test"), ("test-5", "test")):
+        t = m.trajectory(stream, 0, 5)
+        learn, ask = set(t.train.ravel().tolist()), set(t.test.ravel().tolist())
+        assert not learn & ask and learn | ask <= seen[split] and not (learn | ask) & seen["train"]
+    assert not np.array_equal(m.trajectory("test", 0, 5).classes, m.trajectory("test-5", 0, 5).classes)
+    release = Blobs(); release.name = "omniglot"
+    learn, ask = ec.metatest_rows(release, "release")
+    assert all(np.array_equal(a, b) for a, b in zip(learn, ask)) and set(np.concatenate(learn)) <= seen["train"] | seen["val"]
+
+def test_rates_are_chosen_without_test_images(bank):
+    calls = []
+    class Spy(ec.MetaTest):
+        def outcomes(self, stream, jobs, ns, desc=""):
+            calls.append((stream, tuple(ns)))
+            return {(r, i): ec.Outcome([r*1e4]*len(ns), [-r*1e4 if stream != "val" else r*1e4]*len(ns), []) for r, i in jobs}
+    spy = Spy(None, bank, NORM)
+    assert set(ec.choose_rates(spy, (3, 5, 8), (1e-3, 1e-4), 2).values()) == {1e-3} and calls == [("val", (3, 5)), ("test", (8,))]
+    spy = Spy(None, bank, NORM, Protocol(metatest_rate="release"))
+    assert set(ec.choose_rates(spy, (3, 8), (1e-3, 1e-4), 2).values()) == {1e-4}      # the release looks at the test images
+
+@pytest.mark.parametrize("trajectories", ["prefix", "independent"])
+def test_metrics_of_a_meta_test(bank, trajectories, tmp_path):
+    net = OML((1, 28, 28), 20, "aim", width=4, generator=torch_rng(1), **AIM_SIZE)
+    b = Budget("smoke", "continual", 0, 0, runs=2, rates=2, rate_runs=1, classes=10)
+    kw = dict(protocol=Protocol(trajectories=trajectories), budget=b)
+    m = ec.metatest(net, bank, NORM, **kw, store=tmp_path/"store.json")
+    assert np.shape(m["test"]) == np.shape(m["train"]) == (2, len(m["n_classes"])) and len(m["by_age"]) == m["n_classes"][-1] == 10
+    assert m["accuracy"] == pytest.approx(np.mean(m["test"], 0)[-1], abs=1e-3) and m == ec.metatest(net, bank, NORM, **kw, store=tmp_path/"store.json") == ec.metatest(net, bank, NORM, **kw)
+
+# --- meta-training -------------------------------------------------------------------------------------------------------------------------
+
+CHILD = """
+import os, signal, sys
+import torch
+sys.path.insert(0, {here!r})
+from test_continual import Blobs
+from aim_nb.checkpoints import Checkpoints, save_tensors
+from aim_nb.core import Budget
+from aim_nb.loop import run_loop
+from aim_nb.train_continual import ContinualTrainee
+method, folder, die = sys.argv[1], sys.argv[2], int(sys.argv[3])
+class Mortal(ContinualTrainee):
+    def step(self, i):
+        if i == die: os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(i)
+t = Mortal(Blobs(), method, 0, Budget("smoke", "continual", 8, 3, width=4, classes=4), M=6, K=2, l=1, inner=3, random=8, n_out=30)
+history = run_loop(t, 8, 3, Checkpoints(folder, dict(method=method)), save_every=2)
+save_tensors(folder + ".end", t.tensors(), dict(rows=list(history)))
+"""
+
+@pytest.mark.parametrize("method", ["oml+aim", "anml+aim"])
+def test_killed_and_resumed_equals_uninterrupted(method, tmp_path):
+    from aim_nb.checkpoints import load_tensors
+    def run(folder, die):
+        code = CHILD.format(here=os.path.dirname(__file__))
+        return subprocess.run([sys.executable, "-c", code, method, str(tmp_path/folder), str(die)], capture_output=True, text=True)
+    assert run("killed", 5).returncode == -signal.SIGKILL
+    for folder in ("killed", "whole"):
+        done = run(folder, -1)
+        assert done.returncode == 0, done.stderr[-2000:]
+    (a, rows_a), (b, rows_b) = (load_tensors(tmp_path/f"{f}.end") for f in ("killed", "whole"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) and rows_a["rows"] == rows_b["rows"]
+    assert not torch.equal(a["net.tail.fc.weight"], torch.zeros_like(a["net.tail.fc.weight"]))
+
+def test_the_baseline_learns(bank):
+    "The paper's Baseline stands at chance; ours must not: after a little meta-training it keeps new classes apart."
+    from aim_nb.train_continual import ContinualTrainee
+    b = Budget("smoke", "continual", 40, 0, width=8, classes=5)
+    t = ContinualTrainee(bank, "oml+linear", 0, b, M=4, K=2, l=0, inner=5, random=16, n_out=30)
+    losses = [float(t.step(i)["loss"]) for i in range(40)]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    assert ec.validate_continual(t.net, bank, NORM, b, rates=(1e-2, 3e-3))["accuracy"] > 2*100/5
