@@ -22,11 +22,12 @@ __all__ = ['N_OUT', 'linear', 'Tail', 'FastTail', 'inner_steps', 'reduced', 'mak
 def linear(
     d_in, d_out,
     generator=None, # None: torch's own
+    gain=2,         # variance of the outputs for inputs of variance 1; 2 makes up for a ReLU
 ) -> nn.Linear:
     "A linear layer with Kaiming-normal weights and zero bias, drawn from `generator`."
     layer = nn.utils.skip_init(nn.Linear, d_in, d_out)
     with torch.no_grad():
-        layer.weight.normal_(0, math.sqrt(2/d_in), generator=generator)
+        layer.weight.normal_(0, math.sqrt(gain/d_in), generator=generator)
         layer.bias.zero_()
     return layer
 
@@ -40,7 +41,7 @@ class Tail(nn.Module):
         relu=True,       # whether reduce ends in a ReLU (OML) or not (ANML)
         generator=None):
         super().__init__()
-        self.reduce, self.relu = (linear(d, d_reduce, generator) if d_reduce else None), relu
+        self.reduce, self.relu = (linear(d, d_reduce, generator, 2 if relu else 1) if d_reduce else None), relu
         self.layer = layer(d_reduce or d) if layer else Identity(d_reduce or d)
         self.fc = linear(self.layer.d_out, n_out, generator)
 
@@ -120,6 +121,7 @@ def make_layer(
     if not kind: return None
     def make(d):
         layer = AIM(d, d, **{"M": 64, "K": 10, "l": 2, "d_h": 128, "d_k": 128, "generator": generator, **aim})
+        if layer.gate == "sigmoid" and kind == "aim": layer.W_M.detach().mul_(1/layer.K)    # starts as the mean of K maps
         return layer if kind == "aim" else linear_twin(layer, fan_out=n_out, generator=generator)
     return make
 

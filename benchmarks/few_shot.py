@@ -1,8 +1,10 @@
 """Few-shot: one training step, test episodes, a whole paper run."""
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from aim_nb.aim import AIM, Identity, linear_twin
 from aim_nb.core import torch_rng
@@ -144,13 +146,11 @@ def sampling(plan):
     "Episodes drawn a second."
     classes = make_features(2, 64, 600)[1]
     n = 20 if plan["tiny"] else 2000
-    rng = torch_rng(0, "naive")
-    def naive():        # one torch.randperm a class, as a loader would
-        for _ in range(n // 10):
-            for c in torch.randperm(64, generator=rng)[:5].tolist(): classes[c][torch.randperm(600, generator=rng)[:16].numpy()]
+    def naive():        # as a loader would: a generator of its own for each episode, a choice without replacement for classes and images
+        for i in range(n):
+            rng = np.random.default_rng([0, i])
+            for c in rng.choice(64, 5, replace=False): rng.choice(classes[c], 16, replace=False)
     row = compare("sampling 5-way 1-shot", lambda: draw_episodes(classes, 0, range(n)), naive, dict(plan, seconds=0.), episodes=n)
-    for part in row["reference_ms"]: row["reference_ms"][part] *= 10
-    for part in row["ratio"]: row["ratio"][part] *= 10
     rate = n / row["ours_ms"]["median"] * 1e3
     return [row | dict(episodes_per_second=rate), value_row("episodes drawn a second", rate, "episodes/s", bar=5000)]
 
@@ -165,4 +165,22 @@ def paper_run(plan):
     aim["bar"] = 30.
     rows.append(value_row("paper run sib+aim, peak memory", aim["memory_gb"], "GB", bar=2., at_most=True))
     if len(rows) > 3: rows.append(value_row("paper run, sib+linear over sib+aim", rows[1]["value"] / aim["value"], "x", bar=2., at_most=True))
+    return rows
+
+
+@case("few-shot")
+def where_time_goes(plan):
+    "The operators of one training step by their own time."
+    (size, (d, v)), n = next(iter(sizes(plan).items())), 3 if plan["tiny"] else 30
+    rows = []
+    for side in ("ours", "reference"):
+        layer, head, plain, plain_head = model("sib+aim", d, v)
+        step = in_turn(Stepper(layer, head) if side == "ours" else PlainFewshot(plain, plain_head, paper_rates()).step, draws(d, 1))
+        step()
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            for _ in range(n): step()
+        found = sorted(prof.key_averages(), key=lambda e: -e.self_cpu_time_total)
+        total = sum(e.self_cpu_time_total for e in found)
+        ops = [dict(op=e.key, share=e.self_cpu_time_total / total, calls=e.count / n) for e in found[:10]]
+        rows.append(dict(case=f"operators of a training step {size}, {side}", ops=ops, calls=sum(e.count for e in found) / n))
     return rows

@@ -21,5 +21,6 @@ def line(r) -> str:
     "One row of results as a line."
     if "ratio" in r: text = comparison(r)
     elif "at" in r: text = ", ".join(f"{n}: {number(t)} ms" for n, t in zip(r["at"], r["ms"])) + f"  exponent {r['exponent']:.2f}" + (f"  {r['growth']:.2f}x, bar {r['bar']}x" if "bar" in r else "")
+    elif "ops" in r: text = f"{r['calls']:.0f} calls a step; " + ", ".join(f"{o['op']} {100 * o['share']:.0f} %" for o in r["ops"][:6])
     else: text = f"{number(r['value'])} {r['unit']}" + (f"  bar {'at most' if r['at_most'] else 'at least'} {r['bar']}" if "bar" in r else "")
     return f"  {r['case']:<52} {text}"
