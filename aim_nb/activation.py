@@ -20,7 +20,7 @@ from .train_fewshot import load_fewshot, log_path, make_layer, read_log, run_few
 # %% auto #0
 __all__ = ['SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'entropy',
            'use_entropy', 'class_overlap', 'mean_overlap', 'nearest_classes', 'overlap_figure', 'attention_gap',
-           'attention_roughness', 'mask_numbers', 'activation_numbers', 'validation_features', 'layer_at',
+           'attention_roughness', 'mask_numbers', 'activation_numbers', 'bank_of', 'validation_features', 'layer_at',
            'slow_attention', 'pack', 'unpack', 'picture_arrays', 'activation_record', 'activation_identity', 'slow_log',
            'fewshot_activation', 'run_with_log', 'continual_activation', 'run_continual_with_log', 'number_rows',
            'read_activation', 'first_last', 'mask_name', 'short_name', 'without', 'Explorer', 'explorer', 'look_figure']
@@ -132,12 +132,18 @@ def activation_numbers(
     return last | {f"{k}_start": v for k, v in first.items()} | rough
 
 # %% ../nbs/17_activation.ipynb #1aeda45f
+def bank_of(record, data_root=""):
+    "The bank of a few-shot run: all classes, or the first ones where its budget says so."
+    bank = open_bank(record["dataset"], data_root).first(Budget(**record["budget"]).classes)
+    if bank.sha != record["data_sha"]: raise AimError(f"run {record['key']} was made on another version of {bank.name} ({record['data_sha']}, here {bank.sha}); run it again.")
+    return bank
+
 def validation_features(
     record,       # of a few-shot run
     data_root="",
 ) -> tuple:
     "Features (N, d) of the validation images and their classes 0 to C-1."
-    bank, b, q = open_bank(record["dataset"], data_root), Budget(**record["budget"]), record["parameters"]
+    bank, b, q = bank_of(record, data_root), Budget(**record["budget"]), record["parameters"]
     if q["backbone"].startswith("own-"): raise AimError("this run had a backbone of your own, which is not stored; look at its log instead.")
     net, _ = pretrained_backbone(bank, q["backbone"], b, seed=q["backbone_seed"])
     features = feature_bank(net, bank, views=b.views)
@@ -343,8 +349,7 @@ class Explorer:
 # %% ../nbs/17_activation.ipynb #5c6c40c4
 def explorer(record, data_root="") -> Explorer:
     "The explorer of a SIB+AIM run whose weights are here."
-    X, labels = validation_features(record, data_root)
-    bank = open_bank(record["dataset"], data_root)
+    (X, labels), bank = validation_features(record, data_root), bank_of(record, data_root)
     return Explorer(*load_fewshot(record), X, labels, [bank.class_names[c] for c in bank.classes("val")], record["parameters"]["n_shot"])
 
 @viz.styled

@@ -20,9 +20,10 @@ from .tasks import Trajectory, draw_trajectory, eval_view, policy
 # %% auto #0
 __all__ = ['RELEASE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'RELEASE_RATES', 'POINTS', 'metatest_rows', 'Frozen', 'frozen',
            'Outcome', 'fresh_head', 'class_hits', 'Looks', 'Heads', 'run_heads', 'idle_measure', 'gauss_rule',
-           'catch_up_', 'Moving', 'AdamLinear', 'AdamAIM', 'AdamTail', 'metatest_reference', 'run_tails', 'AdamP',
-           'run_anml', 'points', 'pick_rates', 'best_mean', 'best_mode', 'Store', 'evaluating', 'MetaTest', 'search',
-           'choose_rates', 'run_points', 'forgetting', 'metatest', 'summary', 'validate_continual', 'mechanism_use']
+           'catch_up_', 'Moving', 'AdamLinear', 'OwnMechanisms', 'AdamAIM', 'AdamTail', 'metatest_reference',
+           'run_tails', 'AdamP', 'run_anml', 'points', 'pick_rates', 'best_mean', 'best_mode', 'Store', 'evaluating',
+           'Setting', 'MetaTest', 'search', 'choose_rates', 'run_points', 'forgetting', 'metatest', 'summary',
+           'validate_continual', 'mechanism_use']
 
 # %% ../nbs/15_evaluate_continual.ipynb #1c615e3e
 RELEASE_BANNER = ("!! protocol=release on omniglot: the classes were meta-trained on, and the images asked about are the images learnt from. "
@@ -230,7 +231,7 @@ class AdamLinear:
         return g @ self.W if need else None
 
 # %% ../nbs/15_evaluate_continual.ipynb #26d2b48c
-class AdamAIM:
+class OwnMechanisms:
     "AIM of one trajectory: mechanisms copied when first used, brought up to date when next used."
     def __init__(self, moving, aim, adam="exact"):
         self.aim, self.moving, self.lazy = aim, moving, adam == "lazy"
@@ -265,7 +266,8 @@ class AdamAIM:
         return self.out
 
 # %% ../nbs/15_evaluate_continual.ipynb #02975345
-class AdamAIM(AdamAIM):
+class AdamAIM(OwnMechanisms):
+    "AIM of one trajectory under Adam."
     def back(self, g):
         "Fill the gradients of what was used, for g = dL/dout; return dL/dz."
         if self.norm is not None: g = unit_grad(g, self.out, self.norm)
@@ -476,8 +478,8 @@ def evaluating(net):
     try: yield net
     finally: net.train(was)
 
-class MetaTest:
-    "Trajectories of one network on one bank, each run once."
+class Setting:
+    "One network, one bank, and the trajectories it will meet there."
     def __init__(self,
         net, bank, norm,      # norm: (mean, std) of the inputs
         protocol=Protocol(), update="", # "" | head | fast: what moves ("": as the protocol says)
@@ -498,7 +500,8 @@ class MetaTest:
         return draw_trajectory(learn, ask, self.seed, index, n, min(self.n_train, *map(len, learn)), stream=stream)
 
 # %% ../nbs/15_evaluate_continual.ipynb #be589604
-class MetaTest(MetaTest):
+class MetaTest(Setting):
+    "Trajectories of one network on one bank, each run once."
     def fixed(self):
         "What does not move, as a function of normalised images."
         if self.update == "head": return lambda x: self.net.tail.embed(self.net.features(x))

@@ -74,8 +74,11 @@ class PlainSIB(nn.Module):
         return self.scores(theta, Q)
 
 # %% ../nbs/18_reference.ipynb #c995b8fc
-def labels(n_way, each): return torch.arange(n_way).repeat_interleave(each)
+def labels(n_way, each):
+    "0, 0, ..., 1, 1, ...: rows come class by class."
+    return torch.arange(n_way).repeat_interleave(each)
 
+# %% ../nbs/18_reference.ipynb #897620a0
 class PlainFewshot:
     "Few-shot training as the release does it."
     def __init__(self,
@@ -147,6 +150,7 @@ def plain_convs(
         layers += [nn.Conv2d(width if i else c_in, width, 3, padding=padding), nn.BatchNorm2d(width), nn.ReLU(), *([pool[p]] if p else [])]
     return nn.Sequential(*layers, nn.Flatten()).eval()
 
+# %% ../nbs/18_reference.ipynb #f92d112f
 class PlainTail(nn.Module):
     "From features to logits."
     def __init__(self, d, d_reduce, layer, d_layer, n_out, relu=True): # widths after reduce (0: none) and after the layer
@@ -157,7 +161,7 @@ class PlainTail(nn.Module):
         if self.reduce is not None: f = self.reduce(f).relu() if self.relu else self.reduce(f)
         return self.fc(f if self.layer is None else self.layer(f, ranks))
 
-# %% ../nbs/18_reference.ipynb #cc713f2b
+# %% ../nbs/18_reference.ipynb #fa9fd874
 class PlainOML(nn.Module):
     "Representation, then tail."
     fast = ("tail.",)
@@ -166,6 +170,7 @@ class PlainOML(nn.Module):
         self.rln, self.tail = rln, tail
     def forward(self, x, ranks=None): return self.tail(self.rln(x), ranks)
 
+# %% ../nbs/18_reference.ipynb #e2e79414
 class PlainANML(nn.Module):
     "Prediction network times the gate of the neuromodulatory one, then tail."
     def __init__(self, nm, p, d_nm, d_p, tail):
@@ -191,6 +196,7 @@ def plain_inner(
         fast = {n: p - lr*g for (n, p), g in zip(fast.items(), grads)}
     return fast
 
+# %% ../nbs/18_reference.ipynb #b679889a
 def plain_outer(net, optimiser, x, y, x_inner, y_inner, fast_names, lr=1e-2, ranks=None, last=None):
     "One outer step: inner loop, meta-batch, Adam; returns the loss."
     fast = plain_inner(net, x_inner, y_inner, fast_names, lr, ranks)

@@ -18,9 +18,9 @@ __all__ = ['AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'S
            'coordinates', 'points', 'paper_points', 'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains',
            'claim_values', 'setting', 'claim_rows', 'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows',
            'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text', 'backbone_hours', 'run_hours',
-           'missing', 'label_lines', 'hours_text', 'missing_lines', 'claim_lines', 'report_text', 'records_of',
-           'block_markdown', 'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures',
-           'ablation_figures', 'all_figures']
+           'missing', 'figure_hours', 'label_lines', 'hours_text', 'missing_lines', 'claim_lines', 'report_text',
+           'records_of', 'block_markdown', 'notebook_links', 'activation_figures', 'continual_masks',
+           'trajectory_figures', 'ablation_figures', 'all_figures']
 
 # %% ../nbs/18_report.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -57,7 +57,8 @@ def coordinates(rec) -> dict:
     own = {k: q[k] for k in ("backbone", "n_shot", "K", "l") if k in q} | ({"decision": rec["protocol"]["decision"]} if "K" in q else {})
     other = variant(rec, known) if rec["task"] in ("fewshot", "continual") else ", ".join(f"{k}={v}" for k, v in Protocol(**rec["protocol"]).changed().items())
     if q.get("masks_of") == "slow" and "sib" in rec["method"]: other += "slow weights"
-    return own | dict(task=rec["task"], dataset=rec["dataset"], method=rec["method"], budget=rec["budget"]["name"], steps=rec["budget"]["steps"], other=other)
+    return own | dict(task=rec["task"], dataset=rec["dataset"], method=rec["method"], budget=rec["budget"]["name"], steps=rec["budget"]["steps"], other=other,
+                      data=rec["data_sha"], plan=content_key(rec["budget"], 6))
 
 def points(records) -> list:
     "Records as points, seeds together."
@@ -115,13 +116,14 @@ MEASURES = {
 }
 
 # %% ../nbs/18_report.ipynb #54ec13fd
-_NAMED = ("dataset", "method", "backbone", "n_shot", "n_classes", "K", "l", "decision", "task", "budget", "steps", "table")
+_NAMED = ("dataset", "method", "backbone", "n_shot", "n_classes", "K", "l", "decision", "task", "budget", "steps", "table", "data", "plan")
 
 def fits(point, where) -> bool: return all(point.where.get(k) == v for k, v in where.items())
 
 def partner(point, pair, all_):
     "The point to compare `point` with, or None."
     free = {*pair.a, *pair.b} | ({"K", "l", "decision"} if pair.a.get("method") != pair.b.get("method") else set())
+    if "dataset" in free: free |= {"data", "plan"}
     same = {k: point.where[k] for k in _NAMED if k in point.where and k not in free}
     found = [q for q in all_ if fits(q, same | pair.b) and pair.metric in q.values and q.where["other"] in (point.where["other"], "")]
     return next((q for q in sorted(found, key=lambda q: q.where["other"] != point.where["other"]) if q is not point), None)
@@ -159,10 +161,12 @@ def setting(where) -> str:
              method_label(where["method"]) if where["task"] != "fewshot" else None, where["other"]]
     return ", ".join(str(p) for p in parts if p)
 
-def _judged(claim, value, se, seeds) -> str:
+def _judged(claim, value, se, seeds, budget) -> str:
+    "The verdict on one measurement."
+    if budget == "smoke": return "smoke only"
     holds = value > claim["bound"] if claim["relation"] == ">" else value < claim["bound"]
     word = claim_verdict(value, se, claim["relation"], claim["bound"]) if se else "supported" if holds else "contradicted"
-    return word + (" (one seed)" if seeds == 1 else "")
+    return word + ("" if budget == "paper" else " so far") + (" (one seed)" if seeds == 1 else "")
 
 def claim_rows(
     records,   # kept ones
@@ -173,7 +177,7 @@ def claim_rows(
     for c in (c for c in claims() if ids is None or c["id"] in ids):
         paper = {setting(p.where): v for p, v, _, _ in claim_values(c["id"], theirs)}
         rows = [dict(id=c["id"], text=c["text"], section=c["section"], setting=setting(p.where), budget=p.where["budget"], steps=p.where["steps"], value=v, ci=1.96*se,
-                     paper=paper.get(setting(p.where)), verdict=_judged(c, v, se, n)) for p, v, se, n in claim_values(c["id"], mine)]
+                     paper=paper.get(setting(p.where)), verdict=_judged(c, v, se, n, p.where["budget"])) for p, v, se, n in claim_values(c["id"], mine)]
         out += rows or [dict(id=c["id"], text=c["text"], section=c["section"], setting="", budget="", steps=0, value=None, ci=None, paper=None, verdict="not measured")]
     return out
 
@@ -307,6 +311,14 @@ def missing(records, seeds=3) -> list:
                                  backbone_hours=backbone_hours(backbone, dataset) if backbone else 0., basis="measured" if all(b == "measured" for _, b in hours) else "estimated"))
     return out
 
+# %% ../nbs/18_report.ipynb #7c131d03
+def figure_hours(row, records) -> float: # of `paper_labels`
+    "Hours of meta-training, one seed, for the parts of a figure that no kept record at the paper's budget holds."
+    mine = points(records)
+    lack = [n for n in figure_needs(row) if not any(fits(p, n | dict(budget="paper")) for p in mine)]
+    runs = [{k: n[k] for k in ("dataset", "method", "backbone") if k in n} | dict(task="fewshot" if "sib" in n["method"] else "continual") for n in lack]
+    return sum(run_hours(r, records)[0] for r in runs)
+
 # %% ../nbs/18_report.ipynb #0c1ae072
 def _verdicts(table, cells) -> str:
     "The verdicts of a table's cells, counted."
@@ -319,7 +331,7 @@ def label_lines(records) -> list:
     for row in paper_labels():
         if row["kind"] == "table": said = _verdicts(row["label"].removeprefix("tab:"), cells)
         elif not (needs := figures[row["label"]]["needs"]): said = "drawn by code"
-        else: said = ", ".join(f"{n} of {needs} parts at {b}" for b, n in figures[row["label"]]["have"].items() if n) or f"not made ({needs} parts)"
+        else: said = (", ".join(f"{n} of {needs} parts at {b}" for b, n in figures[row["label"]]["have"].items() if n) or "not made") + f"; the rest: {hours_text(figure_hours(row, records))}"
         lines.append(f"{row['label']:<28} {said}")
     return lines
 
@@ -335,8 +347,8 @@ def claim_lines(records) -> list:
     "A line a claim: its verdicts over all settings, counted by budget."
     rows, out = claim_rows(records), []
     for c in claims():
-        words = [f"{r['verdict']} at {r['budget']}" if r["budget"] else r["verdict"] for r in rows if r["id"] == c["id"]]
-        out.append(f"{c['id']:<26} " + ", ".join(f"{words.count(w)} {w}" if r_many else w for w in dict.fromkeys(words) for r_many in [len(words) > 1]))
+        words = [f"{r['verdict']} at {r['budget']}" if r["budget"] not in ("", "smoke") else r["verdict"] for r in rows if r["id"] == c["id"]]
+        out.append(f"{c['id']:<26} " + ", ".join((f"{words.count(w)}x " if len(words) > 1 else "") + w for w in dict.fromkeys(words)))
     return out
 
 def report_text(
@@ -391,7 +403,7 @@ def activation_figures(records) -> dict:
         out[activation.mask_name(a["dataset"], q["backbone"], q["n_shot"])] = viz.mask_figure(activation.first_last(a), names, title)
         if q["n_shot"] == 1: out[viz.figure_name("fig:activation", a["dataset"])] = viz.activation_heatmap(activation.unpack(m["last"]), names, title)
         end = {"conv4": "conv", "wrn-28-10": "wrn"}.get(q["backbone"], q["backbone"])
-        for name, w in m["weights"].items(): weights.setdefault(f"attn_weight_{end}_{a['dataset']}", {})[f"{q['n_shot']}-shot, {activation.short_name(name)}"] = (m["steps"], activation.unpack(w))
+        for name, w in list(m["weights"].items())[1:]: weights.setdefault(f"attn_weight_{end}_{a['dataset']}", {})[f"{q['n_shot']}-shot, {activation.short_name(name)}"] = (m["steps"], activation.unpack(w))
     return out | {name: viz.attention_trajectories(panels) for name, panels in weights.items()}
 
 # %% ../nbs/18_report.ipynb #cefe979e

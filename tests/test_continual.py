@@ -175,7 +175,7 @@ history = run_loop(t, 8, 3, Checkpoints(folder, dict(method=method)), save_every
 save_tensors(folder + ".end", t.tensors(), dict(rows=list(history)))
 """
 
-@pytest.mark.parametrize("method", ["oml+aim", "anml+aim"])
+@pytest.mark.parametrize("method", ["oml+aim", pytest.param("anml+aim", marks=pytest.mark.stress)])
 def test_killed_and_resumed_equals_uninterrupted(method, tmp_path):
     from aim_nb.checkpoints import load_tensors
     def run(folder, die):
