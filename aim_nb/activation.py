@@ -341,7 +341,7 @@ class Explorer:
         "Scores, mask and class probabilities of one image, with some mechanisms silenced."
         classes, support, query = self.episode(c, i)
         y = torch.arange(len(classes)).repeat_interleave(self.n_shot)
-        ask = lambda layer: self.head(layer(self.X[support]), y, layer(self.X[query])).softmax(-1)[0].numpy()
+        ask = lambda layer: self.head(layer(self.X[support]), y, layer(self.X[query])).nan_to_num().softmax(-1)[0].numpy()  # an image left with no mechanism has no direction: all classes alike
         r = self.rows[c][i]
         return dict(row=int(r), score=self.att.score[r].numpy(), mask=self.att.mask[r].numpy(), off=list(off), classes=[short_name(self.names[d]) for d in classes],
                     nearest=[(short_name(self.names[d]), round(o, 2)) for d, o in nearest_classes(self.masks, c)], before=ask(self.layer), after=ask(without(self.layer, *off)))
@@ -364,6 +364,7 @@ def look_figure(
     colour = [viz.CYCLE[1] if m in seen["off"] and on else viz.CYCLE[0] if on else viz.FAINT for m, on in enumerate(seen["mask"])]
     b.bar(range(len(colour)), seen["score"], color=colour); b.set(xlabel="mechanism", ylabel="weight", title="blue: active, red: silenced")
     y = np.arange(len(seen["classes"]))
-    c.barh(y - .2, seen["before"], .4, color=viz.CYCLE[0], label="all"); c.barh(y + .2, seen["after"], .4, color=viz.CYCLE[1], label="silenced")
-    c.set(yticks=y, yticklabels=seen["classes"], xlim=(0, 1), title="probability", xlabel=f"now {seen['after'][0]:.0%}, was {seen['before'][0]:.0%}"); c.invert_yaxis(); c.tick_params(axis="y", labelsize=7); c.legend(fontsize=7)
+    c.barh(y - .2, seen["before"], .4, color=viz.CYCLE[0]); c.barh(y + .2, seen["after"], .4, color=viz.CYCLE[1])
+    c.set(yticks=y, yticklabels=seen["classes"], xlim=(0, 1), title="blue: whole, red: silenced", xlabel=f"probability (first class: {seen['before'][0]:.0%}, then {seen['after'][0]:.0%})")
+    c.invert_yaxis(); c.tick_params(axis="y", labelsize=7)
     return fig

@@ -259,7 +259,7 @@ def _one_method(recs):
     "A sentence on the records of one method and one kind of meta-test."
     m = recs[0]["metrics"]
     acc, gone, kept = (np.mean(v) for v in ([_at_end(r) for r in recs], [r["metrics"]["forgetting"] for r in recs], [np.mean(r["metrics"]["train"], 0)[-1] for r in recs]))
-    age = f"the first quarter of the classes stands {gone:.1f} points behind the last" if gone > 0 else f"the first quarter of the classes does not stand behind the last ({-gone:.1f} points ahead)"
+    age = f"the first quarter of the classes stands {gone:.1f} points behind the last" if gone > 0 else f"the first quarter of the classes does not stand behind the last ({abs(gone):.1f} points ahead)"
     return f"- **{recs[0]['method']}** ({m['update']} moves): {acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from after {m['n_classes'][-1]} classes; {age}."
 
 def read_continual(
