@@ -267,4 +267,4 @@ def budget(
     if steps or at: values["steps"] = int(steps or at)
     return Budget(name, task, **values)
 
-GLYPHS_QUICK = {"fewshot": dict(steps=2000, val_every=500, pretrain_epochs=4, views=2, val_episodes=500), "continual": dict(steps=200, val_every=100, classes=50)}
+GLYPHS_QUICK = {"fewshot": dict(steps=1000, val_every=250, pretrain_epochs=3, views=2, val_episodes=500), "continual": dict(steps=200, val_every=100, classes=50)}
