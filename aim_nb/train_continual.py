@@ -23,9 +23,9 @@ from .records import find_record, new_record, save_record
 from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['make_continual', 'ContinualModel', 'ContinualTrainee', 'relevant', 'continual_identity', 'training_checkpoints',
-           'sizes', 'aim_twin', 'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual',
-           'load_continual', 'describe_continual', 'read_continual']
+__all__ = ['make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee', 'relevant', 'continual_identity',
+           'training_checkpoints', 'sizes', 'aim_twin', 'read_uses', 'log_path', 'read_log', 'save_log',
+           'train_continual', 'run_continual', 'load_continual', 'describe_continual', 'read_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
 def make_continual(
@@ -72,7 +72,23 @@ class ContinualModel:
         self.log = {k: v for k, v in tensors.items() if k.startswith("log.")}
 
 # %% ../nbs/16_train_continual.ipynb #ab0ecc6f
-class ContinualTrainee(ContinualModel):
+class ContinualValidated(ContinualModel):
+    "With a look at classes held out of meta-training."
+    def validate(self, n):
+        "A trajectory over classes held out of meta-training, and which mechanisms they use."
+        row = validate_continual(self.net, self.bank, self.norm, self.budget, self.seed, self.device)
+        return row | (dict(used=self.note_use(n)) if self.has_aim else {})
+
+    def note_use(self, n) -> int:
+        "Log which mechanisms the validation classes use; returns how many are in use, with a warning if they are one fixed set."
+        use = mechanism_use(self.net, self.bank, self.norm, "val", device=self.device)
+        self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
+        used, K = int((use["mask"] > 0).any(0).sum()), self.net.tail.layer.K
+        if used < min(K + 1, self.net.tail.layer.M): warnings.warn(f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set.")
+        return used
+
+# %% ../nbs/16_train_continual.ipynb #2b00df2d
+class ContinualTrainee(ContinualValidated):
     "Meta-training."
     def __init__(self, *args,
         inner=20,         # images of a class, one SGD step each
@@ -108,19 +124,6 @@ class ContinualTrainee(ContinualModel):
     def scores(self, loss, hit):
         "Loss, accuracy on random images, accuracy on the class just learnt."
         return dict(loss=loss, acc=hit[:self.random].float().mean(), acc_new=hit[self.random:].float().mean())
-
-    def validate(self, n):
-        "A trajectory over classes held out of meta-training, and which mechanisms they use."
-        row = validate_continual(self.net, self.bank, self.norm, self.budget, self.seed, self.device)
-        return row | (dict(used=self.note_use(n)) if self.has_aim else {})
-
-    def note_use(self, n) -> int:
-        "Log which mechanisms the validation classes use; returns how many are in use, with a warning if they are one fixed set."
-        use = mechanism_use(self.net, self.bank, self.norm, "val", device=self.device)
-        self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
-        used, K = int((use["mask"] > 0).any(0).sum()), self.net.tail.layer.K
-        if used < min(K + 1, self.net.tail.layer.M): warnings.warn(f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set.")
-        return used
 
 # %% ../nbs/16_train_continual.ipynb #79816c26
 _TRAIN = dict(all=("slow_set", "order", "norm", "inputs", "row_reset", "meta_images"), anml=("fast_set",), aim=("gate", "select"))
