@@ -486,7 +486,7 @@ class Setting:
         seed=0, n_train=30,   # at most so many images a class
         store=None,           # path for finished trajectories
         device="cpu",
-        group=64):            # MB of output layers that advance together
+        group=20):            # MB of output layers and moments that advance together: more than the cache holds is slower
         self.net, self.bank, self.norm, self.protocol, self.seed, self.device, self.group = net, bank, norm, protocol, seed, device, group
         self.update, self.store, self.n_train, self.cache = update or protocol.metatest_update, Store(store), n_train, None
 

@@ -393,6 +393,12 @@ def _best(records) -> list:
         best.setdefault((r["dataset"], r["method"], q.get("backbone"), q.get("n_shot"), q.get("masks_of")), r)
     return list(best.values())
 
+def _one_budget(records) -> list:
+    "Of each dataset the records of its longest budget: lines of one figure have had the same training."
+    records = list(records)
+    longest = {d: max((r["budget"]["steps"], content_key(r["budget"], 6)) for r in records if r["dataset"] == d) for d in {r["dataset"] for r in records}}
+    return [r for r in records if (r["budget"]["steps"], content_key(r["budget"], 6)) == longest[r["dataset"]]]
+
 def activation_figures(records) -> dict:
     "File name -> figure: masks first and last, and the weights over training, of the kept activation records."
     out, weights = {}, {}
@@ -409,7 +415,7 @@ def activation_figures(records) -> dict:
 # %% ../nbs/18_report.ipynb #cefe979e
 def continual_masks(records) -> dict:
     "File name -> figure: the masks of OML+AIM and ANML+AIM side by side, for each dataset with kept activation records."
-    out, best = {}, _best(r for r in records if r["task"] == "activation" and "sib" not in r["method"])
+    out, best = {}, _best(_one_budget(r for r in records if r["task"] == "activation" and "sib" not in r["method"]))
     for d in sorted({r["dataset"] for r in best}):
         acts = sorted((r for r in best if r["dataset"] == d), key=lambda r: r["method"] != "oml+aim")
         names = [activation.short_name(c) for c in acts[0]["metrics"]["test_classes"]]
@@ -419,7 +425,7 @@ def continual_masks(records) -> dict:
 
 def trajectory_figures(records) -> dict:
     "File name -> figure: accuracy over the number of classes, for each dataset with kept continual records."
-    best = _best(r for r in records if r["task"] == "continual")
+    best = _best(_one_budget(r for r in records if r["task"] == "continual"))
     return {viz.figure_name("fig:benchmark_continual", d): viz.accuracy_trajectories({r["method"]: continual_curve(r) for r in best if r["dataset"] == d}, d) for d in sorted({r["dataset"] for r in best})}
 
 def _swept(table, records, block):

@@ -15,8 +15,8 @@ from .check import misses                                    # noqa: E402
 from .table import line                                      # noqa: E402
 
 
-def run(names, plan) -> list:
-    "Rows of the cases whose names were asked for (all if none was)."
+def run(names, plan, keep) -> list:
+    "Rows of the cases whose names were asked for (all if none was); `keep` is called with all rows so far after each case."
     rows = []
     for name, (group, fn) in harness.CASES.items():
         if names and not any(n in name for n in names): continue
@@ -24,6 +24,7 @@ def run(names, plan) -> list:
         for row in fn(harness.PLANS[plan]):
             rows.append(dict(row, group=group, of=name))
             print(line(rows[-1]), flush=True)
+        keep(rows)
     return rows
 
 
@@ -46,9 +47,8 @@ def main():
         here = harness.machine()
         harness.GBS[0] = here["gbs"]
         print(f"{here['cpu']}, {here['threads']} threads: {here['gflops']:.0f} GFLOP/s, {here['gbs']:.0f} GB/s, torch {here['torch']}")
-        start, rows = time.time(), run(a.names, a.plan)
-        old = json.loads(a.out.read_text())["rows"] if a.out.exists() and a.names else []
-        harness.write(merge(old, rows), a.out, machine=here, plan=a.plan, seconds=round(time.time() - start))
+        old, start = json.loads(a.out.read_text())["rows"] if a.out.exists() and a.names else [], time.time()
+        run(a.names, a.plan, lambda rows: harness.write(merge(old, rows), a.out, machine=here, plan=a.plan, seconds=round(time.time() - start)))
     if not a.out.exists(): sys.exit(f"{a.out} is not there yet: make bench first.")
     found = misses(json.loads(a.out.read_text())["rows"])
     print("\n" + ("\n".join(found) if found else "every bar is met"))

@@ -12,7 +12,7 @@ from aim_nb.fastweights import FastAIM
 from aim_nb.oml import OML, FastTail, inner_steps, oml_loss
 from aim_nb.reference import PlainAIM, PlainANML, PlainOML, PlainTail, copy_weights, plain_convs, plain_inner, plain_metatest, plain_outer
 
-from .harness import case, compare, exponent, median, seconds, value_row
+from .harness import case, compare, median, seconds
 from .layer import flat, together
 
 SIZE = {"omniglot": dict(side=28, n_out=1000, release_channels=3, channels=1), "cifar": dict(side=32, n_out=100, release_channels=3, channels=3)}
@@ -77,16 +77,15 @@ def conv_share(rln, x, plan):
 @case("continual")
 def outer_steps(plan):
     "Outer steps at the release's switches and at the project's defaults."
-    few, rows = dict(plan, seconds=0., repeats=min(3, plan["repeats"])), []
+    few = dict(plan, seconds=0., repeats=min(3, plan["repeats"]))
     for method, data in (("oml", "omniglot"),) if plan["tiny"] else (("oml", "omniglot"), ("oml", "cifar"), ("anml", "omniglot")):
         for release in (True, False):
             fast, x, T, ours, ref = outer_pair(method, data, "raw" if release else "sigmoid", release, plan["tiny"])
             key = dict(release=RELEASE_OUTER[method, data], bar=BAR_OUTER[method, data]) if release else {}
             row = compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=1, **key)
             if method == "oml": row |= conv_share(fast.rln, x, plan)
-            rows.append(row)
-            del fast, x, ours, ref
-    return rows
+            yield row
+            del fast, x, ours, ref      # the networks of the next size need the memory
 
 
 @case("continual")

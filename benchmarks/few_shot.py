@@ -102,7 +102,7 @@ def step_row(name, method, size, d, v, n_shot, plan, M=32):
     layer, head, plain, plain_head = model(method, d, v, M)
     items, ours, ref = draws(d, n_shot), Stepper(layer, head, n_shot), PlainFewshot(plain, plain_head, paper_rates(), n_shot)
     release, bar = None, None
-    if method == "sib+aim" and M == 32 and n_shot == 1: release, bar = RELEASE_STEP[size], BAR_STEP[size]
+    if method == "sib+aim" and n_shot == 1: release, bar = RELEASE_STEP[size], BAR_STEP[size]
     row = compare(name, in_turn(ours, items), in_turn(ref.step, items), plan, release=release, bar=bar, size=size, shots=n_shot, method=method)
     if method == "sib+aim":
         floor, share = aim_floor(layer, items, n_shot, row["gflops"]), aim_share(layer, items, 5 * n_shot)
@@ -115,21 +115,21 @@ def step_row(name, method, size, d, v, n_shot, plan, M=32):
 @case("few-shot")
 def training_step(plan):
     "Inner and outer step of one episode, features in memory."
-    return [step_row(f"training step {m} {s} {n}-shot", m, s, *dv, n, plan) for m in ("sib+aim", "sib", "sib+linear") for s, dv in sizes(plan).items() for n in (1, 5)]
+    for m in ("sib+aim", "sib", "sib+linear"):
+        for s, dv in sizes(plan).items():
+            for n in (1, 5): yield step_row(f"training step {m} {s} {n}-shot", m, s, *dv, n, plan, M=12 if plan["tiny"] else 32)
 
 
 @case("few-shot")
 def evaluation(plan):
     "Test episodes: adapt to the support set, answer the queries."
-    rows = []
     for size, (d, v) in sizes(plan).items():
         layer, head, plain, plain_head = model("sib+aim", d, v)
         n, (x, classes) = (4, make_features(d, 8, 30)) if plan["tiny"] else (2000, make_features(d, 20, 600))
         e = draw_episodes(classes, 0, range(n), stream="test")
         every = [torch.cat([torch.as_tensor(t[i]).flatten() for t in (e.support, e.query)]) for i in range(n)]
         one = in_turn(lambda z: plain_episode(plain, plain_head, z), [(x[r],) for r in every[:16]])
-        rows.append(episode_row(size, n, lambda: evaluate(layer.eval(), head, x, e), one, plan))
-    return rows
+        yield episode_row(size, n, lambda: evaluate(layer.eval(), head, x, e), one, plan)
 
 
 def episode_row(size, n, ours, one, plan):

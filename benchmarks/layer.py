@@ -31,7 +31,7 @@ def alone(fn, plan): return 1e3 * median([seconds(fn, calls_for(fn, plan["second
 def aim_alone(plan):
     "Forward, and forward with backward, for batches of 1 to 1024 and 8 to 256 mechanisms."
     d, v, Bs, Ms = (16, 20, (1, 8), (8, 16)) if plan["tiny"] else (256, 400, (1, 4, 16, 64, 256, 1024), (8, 32, 64, 256))
-    x, rows = make_features(d, 16, 64)[0], []
+    x = make_features(d, 16, 64)[0]
     plan = dict(plan, repeats=min(plan["repeats"], 5), seconds=plan["seconds"] / 2)
     for M in Ms:
         aim = AIM(d, v, M=M, l=0, generator=torch_rng(0, "aim", M)).eval()
@@ -41,9 +41,8 @@ def aim_alone(plan):
             for back in (False, True):
                 name, where, ours = f"AIM {'forward+backward' if back else 'forward'} B={B} M={M}", dict(B=B, M=M, backward=back), passes(aim, z, back)
                 macs = B * d * (aim.K * v + aim.d_k) * (2 if back else 1)
-                if M * 2 * B * v <= LIMIT: rows.append(compare(name, ours, passes(plain, z, back), plan, macs=macs, tries=1, **where))
-                else: rows.append(value_row(name, alone(ours, plan), "ms", macs=macs, **where))
-    return rows
+                if M * 2 * B * v <= LIMIT: yield compare(name, ours, passes(plain, z, back), plan, macs=macs, tries=1, **where)
+                else: yield value_row(name, alone(ours, plan), "ms", macs=macs, **where)
 
 
 def flat(name, Ms, times, bar=None):
