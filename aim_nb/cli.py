@@ -400,5 +400,5 @@ def report(
 ):
     "What is reproduced, what differs, what was not run."
     from aim_nb.records import read_records, records_dir
-    from aim_nb.report import report_text
+    from aim_nb.findings import report_text
     typer.echo(report_text(read_records(records_dir()) if runs else None).rstrip())

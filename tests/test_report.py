@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
-from aim_nb import activation, report
+from aim_nb import activation, findings
 from aim_nb.core import Protocol, budget
 from aim_nb.paper import bands, claims, errata, paper_cells, paper_labels, paper_table, paper_value
 from aim_nb.records import new_record, save_record
@@ -45,20 +45,20 @@ def use(dataset="cifar-fs", method="sib+aim", n_shot=1, last=None, name="paper")
     return activation.activation_record(run, log, list("abcdefgh"), "adapted" if "sib" in method else "slow", **more)
 
 
-def covered(records, name="paper"): return next((c["cells"] for c in report.coverage(records) if c["budget"] == name), 0)
+def covered(records, name="paper"): return next((c["cells"] for c in findings.coverage(records) if c["budget"] == name), 0)
 
 
 # coverage
 
 def test_nothing_run_nothing_covered_everything_listed():
-    rows = report.cell_rows([])
+    rows = findings.cell_rows([])
     assert len(rows) == len(paper_cells()) and {r["verdict"] for r in rows} == {"not run"}
-    assert covered([]) == 0 and report.coverage([])[0]["figures"] == 2
-    assert sum(m["cells"] for m in report.missing([])) == len(paper_cells())
+    assert covered([]) == 0 and findings.coverage([])[0]["figures"] == 2
+    assert sum(m["cells"] for m in findings.missing([])) == len(paper_cells())
 
 
 def test_no_literature_among_the_cells():
-    assert not [r for r in report.cell_rows([]) if r.get("method") and r["method"] not in ("sib", "sib+linear", "sib+aim", "oml", "oml+linear", "oml+aim", "anml", "anml+aim")]
+    assert not [r for r in findings.cell_rows([]) if r.get("method") and r["method"] not in ("sib", "sib+linear", "sib+aim", "oml", "oml+linear", "oml+aim", "anml", "anml+aim")]
 
 
 @pytest.mark.parametrize("off, cells", [(0., 3), (2.9, 3), (-3.2, 0), (12., 0)])
@@ -70,7 +70,7 @@ def test_a_cell_counts_only_with_a_right_plain_method(off, cells):
 def test_aim_alone_does_not_count():
     records = [fewshot("sib+aim")]
     assert covered(records) == 0
-    assert {r["verdict"] for r in report.cell_rows(records) if r["ours"] is not None} == {"not reached"}
+    assert {r["verdict"] for r in findings.cell_rows(records) if r["ours"] is not None} == {"not reached"}
 
 
 def test_another_budgets_plain_method_does_not_help():
@@ -96,7 +96,7 @@ def test_a_stronger_plain_method_counts_on_omniglot():
 
 
 def test_figures_need_all_their_parts():
-    have = lambda records: {r["label"] for r in report.figure_rows(records) if r["have"]["paper"] == r["needs"]}
+    have = lambda records: {r["label"] for r in findings.figure_rows(records) if r["have"]["paper"] == r["needs"]}
     drawn = {"fig:AIM", "fig:applying_aims"}
     assert have([use()]) == drawn | {"fig:mask-cifarfs_1shot_conv"}
     assert have([use(), use("cifar100", "oml+aim")]) == drawn | {"fig:mask-cifarfs_1shot_conv", "fig:activation"}
@@ -106,11 +106,11 @@ def test_figures_need_all_their_parts():
 # claims
 
 def test_every_claim_has_a_row():
-    assert [r["id"] for r in report.claim_rows([])] == [c["id"] for c in claims()]
-    assert {r["verdict"] for r in report.claim_rows([])} == {"not measured"}
+    assert [r["id"] for r in findings.claim_rows([])] == [c["id"] for c in claims()]
+    assert {r["verdict"] for r in findings.claim_rows([])} == {"not measured"}
 
 
-def verdicts(records, id): return [r["verdict"] for r in report.claim_rows(records, [id])]
+def verdicts(records, id): return [r["verdict"] for r in findings.claim_rows(records, [id])]
 
 
 def test_signs_of_a_difference():
@@ -132,14 +132,14 @@ def test_claims_about_use():
 
 
 def test_continual_claims_have_a_row_for_each_number_of_classes():
-    rows = report.claim_rows([continual("oml"), continual("oml+aim", 1.)], ["aim-beats-oml", "small-generalisation-gap"])
+    rows = findings.claim_rows([continual("oml"), continual("oml+aim", 1.)], ["aim-beats-oml", "small-generalisation-gap"])
     n = len(paper_table("continualz", dataset="omniglot", method="oml"))
     assert len(rows) == 2*n and all(r["paper"] is not None for r in rows[:n])
 
 
 def test_the_paper_against_its_own_claims():
     "The signs that the errata tell of are found by the same code."
-    own = lambda id: {report.setting(p.where): v for p, v, _, _ in report.claim_values(id, report.paper_points())}
+    own = lambda id: {findings.setting(p.where): v for p, v, _, _ in findings.claim_values(id, findings.paper_points())}
     assert min(own("aim-beats-anml").values()) < 0 and min(own("aim-beats-sib").values()) > 0
     assert max(own("linear-is-at-chance").values()) < .01
     assert [s for s, v in own("soft-wins-wrn").items() if v < 0] == ["mini-imagenet, wrn-28-10, 1-shot"]
@@ -148,7 +148,7 @@ def test_the_paper_against_its_own_claims():
 # text and pictures
 
 def test_text_is_plain_and_complete():
-    text = report.report_text([fewshot("sib"), fewshot("sib+aim"), use()])
+    text = findings.report_text([fewshot("sib"), fewshot("sib+aim"), use()])
     assert all(r["label"] in text for r in paper_labels()) and all(c["id"] in text for c in claims())
     assert "3 of 319 table cells" in text and "\x1b" not in text and "nan" not in text.lower()
     assert all(len(line) < 200 for line in text.splitlines())
@@ -156,19 +156,19 @@ def test_text_is_plain_and_complete():
 
 def test_costs_come_from_records_where_there_are_any():
     records = [fewshot("sib+aim", name="quick") | dict(seconds=400.)]
-    hours, basis = report.run_hours(dict(task="fewshot", dataset="cifar-fs", backbone="conv4", method="sib+aim"), records)
+    hours, basis = findings.run_hours(dict(task="fewshot", dataset="cifar-fs", backbone="conv4", method="sib+aim"), records)
     assert basis == "measured" and abs(hours - 400/4000*50000/3600) < 1e-9
 
 
 def test_figures_are_named_as_the_paper_names_them():
-    names = set(report.all_figures([use(), use(n_shot=5), use("glyphs"), use("omniglot", "oml+aim"), continual("oml"), continual("oml+aim")]))
+    names = set(findings.all_figures([use(), use(n_shot=5), use("glyphs"), use("omniglot", "oml+aim"), continual("oml"), continual("oml+aim")]))
     assert {"mask-cifarfs_1shot_conv", "mask-cifarfs_5shot_conv", "mask-glyphs_1shot_conv", "activation_cifar-fs", "attn_weight_conv_cifar-fs", "mask-cont_omni", "benchmark_continual_omniglot"} <= names
     assert all(re.fullmatch(r"[\w.+-]+", n) for n in names)
 
 
 def test_halving_and_slow_masks_never_pose_as_the_papers():
     halving = activation.activation_record(fewshot("sib+aim"), dict(step=[0, 1], mask=np.ones((2, 4, 32))), "abcd", "slow", "halving")
-    assert report.all_figures([halving]) == {}
+    assert findings.all_figures([halving]) == {}
 
 
 def test_activation_records_are_small_and_whole(tmp_path):
@@ -191,6 +191,6 @@ def test_report_notebooks_run(stem, tmp_path):
 
 
 def test_report_imports_without_a_display():
-    code = "import aim_nb.report as r; print(len(r.report_text([]).splitlines()))"
+    code = "import aim_nb.findings as r; print(len(r.report_text([]).splitlines()))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.returncode == 0 and int(out.stdout) > 60, out.stderr

@@ -4,7 +4,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from aim_nb.drawings import draw_aim, draw_applying_aims
 from aim_nb.records import read_records
-from aim_nb.report import all_figures
+from aim_nb.findings import all_figures
 from aim_nb.viz import save_fig
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"

@@ -15,7 +15,7 @@ def main():
     from aim_nb.cli import check_values, parameters_of, spell
     from aim_nb.core import AimError, runs_dir
     from aim_nb.records import read_records, records_dir
-    from aim_nb.report import report_text
+    from aim_nb.findings import report_text
     try: check_values(vars(args))
     except AimError as e: sys.exit(f"reproduce: {e}")
     began, failed = time.time(), []
