@@ -50,8 +50,9 @@ def main():
         old, start = json.loads(a.out.read_text())["rows"] if a.out.exists() and a.names else [], time.time()
         run(a.names, a.plan, lambda rows: harness.write(merge(old, rows), a.out, machine=here, plan=a.plan, seconds=round(time.time() - start)))
     if not a.out.exists(): sys.exit(f"{a.out} is not there yet: make bench first.")
-    found = misses(json.loads(a.out.read_text())["rows"])
-    print("\n" + ("\n".join(found) if found else "every bar is met"))
+    stored = json.loads(a.out.read_text())
+    found, m = misses(stored["rows"]), stored["machine"]
+    print(f"\n{len(stored['rows'])} rows, {m['threads']} thread(s), {m['clock']} clock: " + ("\n" + "\n".join(found) if found else "every bar is met"))
     if a.check: sys.exit(bool(found))
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from aim_nb.core import torch_rng
 from aim_nb.pretrain import CosineClassifier, forward, frozen
 from aim_nb.reference import copy_weights
 
-from .harness import case, compare, median, seconds, value_row
+from .harness import CLOCK, CLOCKS, case, compare, median, value_row
 
 
 def plain_conv4(width=64):
@@ -54,8 +55,7 @@ def pretraining(plan):
 
 def start_up(code, times):
     "Seconds that a new process spends on `code`."
-    import subprocess
-    timer = f"import time; t = time.perf_counter()\n{code}\nprint(time.perf_counter() - t)"
+    timer = f"import time; now = time.{CLOCKS[CLOCK[0]].__name__}; t = now()\n{code}\nprint(now() - t)"
     return median([float(subprocess.run([sys.executable, "-c", timer], capture_output=True, text=True, check=True).stdout.split()[-1]) for _ in range(times)])
 
 
@@ -63,7 +63,7 @@ def start_up(code, times):
 def imports(plan):
     "What the package adds to `import torch`, and the imports of the few-shot notebook."
     n = 1 if plan["tiny"] else 7
-    torch_alone, aim = start_up("import torch", n), start_up("import torch; t = time.perf_counter(); import aim_nb.aim", n)
+    torch_alone, aim = start_up("import torch", n), start_up("import torch; t = now(); import aim_nb.aim", n)
     rows = [value_row("import aim_nb.aim after torch", aim, "s", bar=.3, at_most=True, torch_s=torch_alone)]
     path = Path(__file__).parent.parent / "nbs/20_fewshot.ipynb"
     cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]

@@ -1,20 +1,19 @@
-"""python -m benchmarks.paper_run METHOD [tiny]: the parts of a whole run on Conv-4-64 CIFAR-FS sized features, timed; minutes and peak memory as JSON."""
+"""python -m benchmarks.paper_run METHOD SIZE CLOCK: the parts of a whole run on Conv-4-64 CIFAR-FS sized features, timed; minutes and peak memory as JSON."""
 from __future__ import annotations
 
 import json
 import resource
 import sys
-import time
 
 import numpy as np
 
-from aim_nb.core import Budget, Protocol, budget, torch_rng
+from aim_nb.core import budget, torch_rng
 from aim_nb.pretrain import features_from_arrays
 from aim_nb.sib import SIBHead
 from aim_nb.train_fewshot import FewshotTrainee, fixed_episodes, make_layer
 
 from .few_shot import make_features
-from .harness import median
+from .harness import CLOCKS, median
 
 
 def banks(each):
@@ -25,8 +24,8 @@ def banks(each):
     return features_from_arrays(train=split(64, 10, 0), val=split(16, 1, 1), test=split(20, 1, 2))
 
 
-def main(method, size="full"):
-    tiny = size == "tiny"
+def main(method, size="full", clock="wall"):
+    tiny, now = size == "tiny", CLOCKS[clock]
     b, features = budget("paper", "fewshot", "cifar-fs"), banks(30 if tiny else 600)
     layer = make_layer(method, 256)
     t = FewshotTrainee(layer, SIBHead(layer.d_out, generator=torch_rng(0, "head")), features, val_episodes=20 if tiny else b.val_episodes)
@@ -34,12 +33,12 @@ def main(method, size="full"):
     for i in range(n): t.step(i)
     times = []
     for k in range(1, 4):
-        start = time.perf_counter()
+        start = now()
         for i in range(k * n, (k + 1) * n): t.step(i)
-        times.append((time.perf_counter() - start) / n)
-    start = time.perf_counter(); t.validate(n); validation = time.perf_counter() - start
+        times.append((now() - start) / n)
+    start = now(); t.validate(n); validation = now() - start
     test = fixed_episodes(features, "test", 20 if tiny else b.test_episodes)
-    start = time.perf_counter(); t.score("test", test); testing = time.perf_counter() - start
+    start = now(); t.score("test", test); testing = now() - start
     minutes = (b.steps * median(times) + b.steps / b.val_every * validation + 2 * testing) / 60
     print(json.dumps(dict(value=minutes, unit="minutes", steps=b.steps, step_ms=1e3 * median(times), validation_s=validation, test_s=testing,
                           memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20)))
