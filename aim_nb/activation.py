@@ -92,7 +92,7 @@ def overlap_figure(
     class_names=(), # default: numbers
 ):
     "What every two classes have in common, as a matrix."
-    names, every = list(class_names) or range(len(overlap)), max(1, -(-len(overlap)//32))
+    names, every = list(class_names) or range(len(overlap)), max(1, -(-len(overlap)//20))
     fig, ax = viz.plt.subplots(figsize=(4.6, 3.6), layout="constrained")
     image = ax.imshow(overlap, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
     ax.set(yticks=range(0, len(overlap), every), yticklabels=list(names)[::every], xticks=[], xlabel="class, same order", ylabel="class")
@@ -276,7 +276,7 @@ def read_activation(act) -> str:
     m = act["metrics"]; n, fell = m["M"], m["use_entropy_start"] - m["use_entropy"]
     moved = "no more concentrated than before training" if fell <= 0 else "more concentrated than before training"
     gap = "" if "attention_gap" not in m else f" The weight at rank {m['K']} is {m['attention_gap']:.3f} above the next one, before training {m['attention_gap_start']:.3f}."
-    return (f"- Of {n} mechanisms {m['shared_mechanisms']} are shared by all classes, {m['sparse_mechanisms']} serve fewer than a quarter of them, {m['dead_mechanisms']} are never used. "
+    return (f"- Of {n} mechanisms, {m['shared_mechanisms']} shared by all classes, {m['sparse_mechanisms']} serving fewer than a quarter of them, {m['dead_mechanisms']} never used. "
             f"A class uses as many as {np.exp(m['use_entropy']):.1f}, {moved} ({np.exp(m['use_entropy_start']):.1f}); two classes have {m['class_overlap']:.0%} in common.{gap}")
 
 # %% ../nbs/17_activation.ipynb #7f4e2a8f
