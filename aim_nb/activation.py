@@ -18,7 +18,7 @@ from .records import find_record, new_record, save_record
 from .train_fewshot import load_fewshot, log_path, make_layer, read_log, run_fewshot
 
 # %% auto #0
-__all__ = ['SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'entropy',
+__all__ = ['ALL', 'SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'entropy',
            'use_entropy', 'class_overlap', 'mean_overlap', 'nearest_classes', 'overlap_figure', 'attention_gap',
            'attention_roughness', 'mask_numbers', 'activation_numbers', 'bank_of', 'validation_features', 'layer_at',
            'slow_attention', 'pack', 'unpack', 'picture_arrays', 'activation_record', 'activation_identity', 'slow_log',
@@ -177,10 +177,12 @@ def unpack(lines) -> np.ndarray:
     return np.array([[int(v) for v in line.split()] for line in lines])/1000
 
 # %% ../nbs/17_activation.ipynb #36bc36aa
+ALL = "all classes"
+
 def picture_arrays(log, classes, K) -> dict:
     "What the figures need: masks first and last, the weights of one class and of all over training."
     seen = np.flatnonzero(log["mask"][0].sum(1))                 # the fixed episodes of a small budget may not show every class
-    curves = {"all classes": log["score"][:, seen].mean(1), str(classes[seen[0]]): log["score"][:, seen[0]]} if "score" in log else {}
+    curves = {ALL: log["score"][:, seen].mean(1), str(classes[seen[0]]): log["score"][:, seen[0]]} if "score" in log else {}
     return dict(classes=[str(c) for c in classes], K=int(K), M=int(log["mask"].shape[-1]), first=pack(log["mask"][0]), last=pack(log["mask"][-1]),
                 steps=[int(s) for s in log["step"]], weights={k: pack(v) for k, v in curves.items()})
 

@@ -182,7 +182,11 @@ def claim_rows(
     return out
 
 # %% ../nbs/18_findings.ipynb #07016570
-def _ours(r) -> str: return "–" if r["value"] is None else f"{r['value']:+.2f}" + (f" ± {r['ci']:.2f}" if r["ci"] else "")
+def _ours(r) -> str:
+    "A value with its interval; small ones (gaps, roughness) with more digits."
+    if r["value"] is None: return "–"
+    return f"{r['value']:+.{2 if not r['value'] or abs(r['value']) >= .1 else 4}f}" + (f" ± {r['ci']:.2f}" if r["ci"] else "")
+
 def _theirs(r) -> str: return "–" if r["paper"] is None else f"{r['paper']:+.2f}"
 
 def claims_markdown(
@@ -409,7 +413,8 @@ def activation_figures(records) -> dict:
         out[activation.mask_name(a["dataset"], q["backbone"], q["n_shot"])] = viz.mask_figure(activation.first_last(a), names, title)
         if q["n_shot"] == 1: out[viz.figure_name("fig:activation", a["dataset"])] = viz.activation_heatmap(activation.unpack(m["last"]), names, title)
         end = {"conv4": "conv", "wrn-28-10": "wrn"}.get(q["backbone"], q["backbone"])
-        for name, w in list(m["weights"].items())[1:]: weights.setdefault(f"attn_weight_{end}_{a['dataset']}", {})[f"{q['n_shot']}-shot, {activation.short_name(name)}"] = (m["steps"], activation.unpack(w))
+        for name, w in m["weights"].items():
+            if name != activation.ALL: weights.setdefault(f"attn_weight_{end}_{a['dataset']}", {})[f"{q['n_shot']}-shot, {activation.short_name(name)}"] = (m["steps"], activation.unpack(w))
     return out | {name: viz.attention_trajectories(panels) for name, panels in weights.items()}
 
 # %% ../nbs/18_findings.ipynb #cefe979e
