@@ -174,15 +174,17 @@ def write_bank(
 
 # %% ../nbs/02_banks.ipynb #79a5ddc1
 def _json_text(dir):
-    try: return (dir/"bank.json").read_text(encoding="utf-8")
-    except FileNotFoundError: return ""
+    "The text of bank.json and a stamp that tells this very file from one with the same text; empty where there is none."
+    try:
+        with open(dir/"bank.json", encoding="utf-8") as f: stat = os.fstat(f.fileno()); return f.read(), (stat.st_ino, stat.st_mtime_ns)
+    except FileNotFoundError: return "", None
 
 def _read_files(dir):
     "bank.json and the arrays, read while no other process was replacing them."
     for _ in range(50):
-        text = _json_text(dir)
+        text, stamp = _json_text(dir)
         arrays = {k: np.load(dir/f"{k}.npy", mmap_mode="r" if k == "images" else None, allow_pickle=False) for k in ARRAYS}
-        if text and _json_text(dir) == text: return json.loads(text), arrays
+        if text and _json_text(dir) == (text, stamp): return json.loads(text), arrays
         time.sleep(.02)
     raise AimError("bank.json is not there")
 

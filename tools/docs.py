@@ -90,7 +90,7 @@ def relink(text):
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html#([\w.]+)", lambda m: f"{m[1]}.html#sym-{m[2].lower()}", text)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html", r"\1.html", text)
     text = re.sub(r"\]\((\d+_\w+|index)\.ipynb(#[\w-]*)?\)", lambda m: f"]({url(m[1])}.html{(m[2] or '').lower()})", text)
-    return re.sub(r"\]\(\.\./([\w./-]+)\)", rf"]({SETTINGS['git_url']}/blob/{SETTINGS['branch']}/\1)", text)
+    return re.sub(r"\]\(\.\./([\w./+-]+)\)", rf"]({SETTINGS['git_url']}/blob/{SETTINGS['branch']}/\1)", text)
 
 
 def api_cell(text):
@@ -109,7 +109,7 @@ def convert_code(cell):
     if marks.get("output") == "asis" and shown: return [api_cell(t) for t in shown]
     if marks.get("echo") == "false" and shown: return [nbformat.v4.new_markdown_cell(relink(t)) for t in shown]
     for o in cell.outputs:
-        if "data" in o: o["data"] = {k: v for k, v in o.data.items() if "widget" not in k}
+        if "data" in o: o["data"] = {k: relink(v) if k == "text/markdown" else v for k, v in o.data.items() if "widget" not in k}
     tags = ["remove-input"] * (marks.get("echo") == "false") + ["hide-input"] * ("code-fold" in marks)
     has_image = any("image/png" in o.get("data", {}) for o in cell.outputs)
     cell.metadata = {"tags": tags, **({"mystnb": {"figure": {"caption": marks["fig-cap"]}, "image": {"alt": marks["fig-cap"]}}} if "fig-cap" in marks and has_image else {})}
