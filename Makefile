@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export AIM_RUNS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab docs docs-serve bench bench-check figures reproduce readme clean
+.PHONY: help setup demo test stress lab docs docs-serve bench bench-check figures reproduce readme clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,9 @@ demo: $(READY) ## few-shot learning with SIB, SIB+Linear and SIB+AIM on glyphs, 
 
 test: $(READY) ## every check: notebooks, export, README, pytest (SUITES="clean export" picks some)
 	@$(BIN)/python tests/run_suites.py $(SUITES)
+
+stress: $(READY) ## the long tests, which `make test` leaves out
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --stress tests
 
 lab: $(READY) ## JupyterLab on the notebooks
 	@$(BIN)/jupyter lab --notebook-dir=nbs
