@@ -4,7 +4,7 @@
 
 # %% ../nbs/02_banks.ipynb #1c672b93
 from __future__ import annotations
-import collections, contextlib, csv, errno, functools, hashlib, importlib, io, itertools, json, os, pickle, re, shutil, socket, sys, tarfile, tempfile, time, warnings, zipfile, zlib
+import collections, contextlib, csv, errno, functools, gzip, hashlib, importlib, io, itertools, json, os, pickle, re, shutil, socket, sys, tarfile, tempfile, time, warnings, zipfile, zlib
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 import numpy as np
@@ -223,15 +223,27 @@ def _bounded(members, where):
         if total > BIG["total"] or len(out) > BIG["members"]: raise AimError(f"{where} unpacks to more than this dataset can hold: refused.")
     return out
 
+# %% ../nbs/02_banks.ipynb #e6018016
+def _unzip(z, member):
+    "A member of a zip, at most as long as it says."
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED): raise AimError(f"{z.filename}: {member.filename!r} is packed by another method than zip's usual one: refused.")
+    with z.open(member) as f: return f.read(max(member.file_size, 1))
+
+class _Gunzip(gzip.GzipFile):
+    "A gzip stream that is never read in larger pieces than a member may be."
+    def read(self, size=-1):
+        if size > BIG["member"]: raise AimError(f"{self.name} holds a piece of {size:,} bytes, more than any file of this dataset: refused.")
+        return super().read(size)
+
 # %% ../nbs/02_banks.ipynb #47e4c656
 def _members(path, stack):
     "(name, size, reader) of every file in a folder, a zip or a tar archive."
     if path.is_dir(): yield from ((p.relative_to(path).as_posix(), p.stat().st_size, p.read_bytes) for p in sorted(path.rglob("*")) if p.is_file())
     elif path.suffix == ".zip":
         z = stack.enter_context(zipfile.ZipFile(path))
-        yield from ((m.filename, m.file_size, functools.partial(z.read, m)) for m in z.infolist() if not m.is_dir())
+        yield from ((m.filename, m.file_size, functools.partial(_unzip, z, m)) for m in z.infolist() if not m.is_dir())
     else:
-        t = stack.enter_context(tarfile.open(path, "r:gz"))
+        t = stack.enter_context(tarfile.TarFile(fileobj=stack.enter_context(_Gunzip(path))))
         yield from ((m.name, m.size, lambda m=m: t.extractfile(m).read()) for m in t if m.isreg())
 
 # %% ../nbs/02_banks.ipynb #0c7346a8
@@ -290,11 +302,25 @@ ALLOWED = {("numpy", "dtype"): _Dtype, ("numpy", "ndarray"): _Array, ("_codecs",
            **{(f"numpy.{core}.multiarray", name): f for core in ("core", "_core") for name, f in (("_reconstruct", _rebuild), ("scalar", _scalar))},
            **{(f"numpy.{core}.numeric", "_frombuffer"): _buffer for core in ("core", "_core")}}
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
     "Knows the names of `ALLOWED` and no others."
+    dispatch = {**pickle._Unpickler.dispatch}
+
     def find_class(self, module, name):
         if (module, name) not in ALLOWED: raise AimError(f"asks for {module}.{name}, which is not data: refused, nothing was run.")
         return ALLOWED[module, name]
+
+    def load_build(self):
+        "Fill a stand-in, and nothing else."
+        if type(self.stack[-2]) not in (_Dtype, _Array): raise AimError("changes something that is not an array: refused, nothing was run.")
+        pickle._Unpickler.load_build(self)
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def load_bytearray8(self):
+        "As many bytes as there are."
+        n = int.from_bytes(self.read(8), "little")
+        self.append(bytearray(self.read(n)))
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
 # %% ../nbs/02_banks.ipynb #4958419c
 def read_pickle(

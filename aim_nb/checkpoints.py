@@ -13,7 +13,7 @@ from .core import AimError, atomic_file, content_key, runs_dir
 
 # %% auto #0
 __all__ = ['FORMAT', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity', 'run_lock',
-           'Saved', 'read_saved', 'Checkpoints', 'run_checkpoints']
+           'sweep', 'Saved', 'read_saved', 'Checkpoints', 'run_checkpoints']
 
 # %% ../nbs/07_checkpoints.ipynb #ba9cc453
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -122,6 +122,21 @@ def run_lock(
         yield
     finally: os.close(fd)  # closing lets go of the lock; the file stays, since removing it would let two newcomers lock two different files
 
+# %% ../nbs/07_checkpoints.ipynb #6fa771c5
+def _is_gone(part):
+    "Whether the process that was writing a part has ended."
+    pid = part.name.split(".")[-2]
+    try: os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError): return True
+    except (ValueError, PermissionError): return False  # no process number; or it lives and is somebody else's
+    return False
+
+def sweep(
+    folder, # that this process holds
+):
+    "Remove what killed processes left half written, in this folder and in those of all runs."
+    for part in (*Path(folder).glob(".*.part"), *filter(_is_gone, runs_dir().glob("*/.*.part"))): part.unlink(missing_ok=True)
+
 # %% ../nbs/07_checkpoints.ipynb #85aafc71
 class Saved(NamedTuple):
     "A checkpoint in memory."
@@ -173,7 +188,8 @@ class Checkpoints:
     def best(self) -> Saved | None:
         "The best state, None when there is none yet."
         path = self.dir/"best.safetensors"
-        return read_saved(path, self.identity) if path.exists() else None
+        try: return read_saved(path, self.identity) if path.exists() else None
+        except DamagedFile as e: raise DamagedFile(f"{e} The best state was only there; start over with --fresh (or AIM_FRESH=1).") from e
 
     def clear(self):
         "Forget this run."
@@ -183,7 +199,7 @@ class Checkpoints:
     def lock(self):
         "Hold the run for this process and sweep what a killed one left half written."
         with run_lock(self.dir):
-            for part in self.dir.glob(".*.part"): part.unlink(missing_ok=True)
+            sweep(self.dir)
             yield self
 
 # %% ../nbs/07_checkpoints.ipynb #ac98b5a5

@@ -126,7 +126,7 @@ class SaveClock:
     "Says when the next checkpoint is due."
     def __init__(self, every=0, least=20., share=0.025):
         self.every, self.least, self.share, self.spent = every, least, share, 0.
-        self.total, self.since = 0., time.monotonic()
+        self.total, self.before, self.since = 0., 0., time.monotonic()
 
     def due(self, n) -> bool:
         if self.every: return n % self.every == 0
@@ -137,14 +137,15 @@ class SaveClock:
         "Measure a write; the pause starts anew after the `last` of a save."
         start = time.monotonic(); yield
         took = time.monotonic() - start
-        self.total += took; self.spent = took if last else self.spent + took
-        if last: self.since = time.monotonic()
+        self.total += took
+        if last: self.spent, self.before, self.since = self.total - self.before, self.total, time.monotonic()
 
 # %% ../nbs/16_loop.ipynb #29e74513
 class Keeper:
     "Takes a trainee's state to disk and back; without checkpoints it does nothing."
     def __init__(self, trainee, checkpoints=None, save_every=0, desc="run"):
         self.trainee, self.checkpoints, self.desc, self.clock, self.saved = trainee, checkpoints, desc, SaveClock(save_every), -1
+        self.best = None
 
     def restore(self, steps):
         "Load the newest checkpoint into the trainee and return it, None when there is none."
@@ -158,14 +159,18 @@ class Keeper:
     def save(self, n, meta):
         "Write the state after `n` steps."
         if not self.checkpoints: return
-        with self.clock.spend(): self.checkpoints.save(n, self.checked(n, self.trainee.tensors()), meta)
-        self.saved = n
+        with self.clock.spend():
+            tensors = self.checked(n, self.trainee.tensors())
+            if self.best: self.checkpoints.save_best(*self.best)
+            self.checkpoints.save(n, tensors, meta)
+        self.saved, self.best = n, None
 
     def save_best(self, n, row):
-        "Write the best state to a file of its own."
+        "Set the best state aside for the next save."
         if not self.checkpoints: return
-        tensors = self.checked(n, getattr(self.trainee, "weights", self.trainee.tensors)())
-        with self.clock.spend(last=False): self.checkpoints.save_best(n, tensors, row)
+        with self.clock.spend(last=False):
+            tensors = self.checked(n, getattr(self.trainee, "weights", self.trainee.tensors)())
+            self.best = n, {k: t.detach().clone() for k, t in tensors.items()}, row
 
     def checked(self, n, tensors):
         if bad := first_bad(tensors): raise self.failure(f"{bad} is no longer finite after step {n-1}")
@@ -239,6 +244,7 @@ class Run(Loop):
         h.seconds = self.before[0] + time.monotonic() - self.start
         h.save_seconds = self.before[1] + self.keeper.clock.total
         self.keeper.save(self.n, dict(history=h.asdict(), window=dict(sums=self.window.sums, count=self.window.count)))
+        h.save_seconds = self.before[1] + self.keeper.clock.total  # with this save, for who asks what saving cost
 
     def go(self, bar, asked):
         "From where the run is to its end."

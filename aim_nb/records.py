@@ -80,8 +80,9 @@ def check_record(
     if rec["format"] != FORMAT: raise AimError(f"{name} has record format {rec['format']}, this version reads {FORMAT}; run the experiment again.")
     for field, kind in {**IDENTITY, **OUTCOME, **CIRCUMSTANCES, "key": str}.items():
         if not isinstance(rec.get(field), kind): raise AimError(f"{name}: field {field!r} is missing or of the wrong type.")
+    if not isinstance(rec["budget"].get("name"), str): raise AimError(f"{name}: its budget has no name.")
     if rec["key"] != record_key(rec): raise AimError(f"{name}: its key does not fit its contents; it was changed after it was written.")
-    if not _finite(rec["metrics"]): raise AimError(f"{name}: a metric is not a finite number.")
+    if not _finite([rec["metrics"], rec["history"]]): raise AimError(f"{name}: a metric is not a finite number.")
     return rec
 
 # %% ../nbs/06_records.ipynb #9bbd5186
@@ -100,8 +101,9 @@ def save_record(rec, folder=None) -> Path:
 
 def read_record(path) -> dict:
     "The record at `path`, checked."
-    try: return check_record(json.loads(Path(path).read_text()), str(path))
-    except (OSError, json.JSONDecodeError) as e: raise AimError(f"{path} cannot be read as a record ({e}).") from e
+    try: rec = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e: raise AimError(f"{path} cannot be read as a record ({e}).") from e
+    return check_record(rec, str(path))
 
 # %% ../nbs/06_records.ipynb #3d01bc4f
 _MISSING = object()
@@ -142,4 +144,7 @@ def keep(
 # %% ../nbs/06_records.ipynb #d40178b9
 def essence(rec) -> dict:
     "What two runs of the same question must agree on."
-    return {k: rec[k] for k in (*IDENTITY, *OUTCOME, "format", "key")}
+    out = {k: rec[k] for k in (*IDENTITY, *OUTCOME, "format", "key")}
+    backbone = rec["metrics"].get("backbone")
+    if isinstance(backbone, dict): out["metrics"] = out["metrics"] | {"backbone": {k: v for k, v in backbone.items() if k != "source"}}
+    return out
