@@ -12,11 +12,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 # %% auto #0
-__all__ = ['app', 'WANTED', 'COST', 'IMAGES', 'data', 'Root', 'Name', 'say', 'OneLine', 'about', 'main', 'find_notebook',
-           'need_papermill', 'parameters_of', 'convert', 'chosen', 'task_of', 'check_values', 'fewshot_cost',
-           'continual_cost', 'estimate', 'spell', 'shorten', 'output_path', 'Kernels', 'interruptible', 'failure',
-           'execute', 'summary', 'save_picture', 'join_pairs', 'Pairs', 'show_plan', 'run', 'start', 'table', 'list_',
-           'prepare', 'check', 'filters', 'keep_', 'report']
+__all__ = ['app', 'WANTED', 'data', 'Root', 'Name', 'say', 'OneLine', 'about', 'main', 'find_notebook', 'need_papermill',
+           'parameters_of', 'convert', 'chosen', 'task_of', 'check_values', 'spell', 'shorten', 'output_path',
+           'Kernels', 'interruptible', 'failure', 'execute', 'summary', 'save_picture', 'join_pairs', 'Pairs',
+           'show_plan', 'run', 'start', 'sweep_', 'table', 'list_', 'prepare', 'check', 'filters', 'keep_', 'report']
 
 # %% ../nbs/19_cli.ipynb #b3d44f1a
 def say(message): typer.echo(f"aim-nb: {message}", err=True)
@@ -120,54 +119,6 @@ def check_values(
         if name == "budget": budget(value, task)
         elif choices and not str(value).startswith("folder:"):
             for word in words(value) if isinstance(value, str) else [value]: check_choice(name, word, choices)
-
-# %% ../nbs/19_cli.ipynb #553d6209
-COST = dict(
-    mac_rate=10e9,          # forward multiply-adds of a convolution trained a second (forward and backward together)
-    conv4_mac={28: 14.2e6, 32: 14.2e6, 80: 88.5e6}, wrn_mac={28: 5.24e9, 32: 5.24e9, 80: 8.19e9}, # per image
-    step={"sib": {256: .003, 640: .003, 1600: .004}, "sib+aim": {256: .009, 640: .03, 1600: .07}, "sib+linear": {256: .012, 640: .045, 1600: .1}}, # seconds
-    episode=.001,           # one validation or test episode, adapted and inferred in a batch
-    outer={"oml": .9, "oml+linear": 1.4, "oml+aim": 1.4, "anml": 1.3, "anml+aim": 2.2}, # seconds a continual outer step, Omniglot, the paper's width
-    metatest=.004,          # one meta-test step of one trajectory, output layer alone
-    base_memory=.5e9,       # Python and torch
-)
-IMAGES = {"cifar-fs": (38_400, 21_600, 32), "cifar100": (30_000, 20_000, 32), "mini-imagenet": (38_400, 21_600, 80), "omniglot": (18_020, 14_440, 28), "glyphs": (12_000, 13_280, 28)} # train, val + test, pixels
-
-# %% ../nbs/19_cli.ipynb #99c835ca
-def fewshot_cost(p) -> tuple:
-    "Seconds and bytes of a few-shot run: pretraining, the pool of views, meta-training, evaluation."
-    from aim_nb.core import budget, words
-    b = budget(p["budget"], "fewshot", p["dataset"], p.get("steps", 0))
-    train, rest, px = IMAGES.get(p["dataset"], IMAGES["cifar-fs"])
-    wrn = "wrn" in p.get("backbone", "conv4")
-    mac, d = COST["wrn_mac" if wrn else "conv4_mac"][px], 640 if wrn else 1600 if px == 80 else 256
-    epochs = b.pretrain_epochs + (10 if b.pretrain_schedule == "release" else 0) # with its warm-up
-    backbone = (epochs*train + (max(b.views, 1)*train + rest)/3)*mac/COST["mac_rate"]
-    episodes = b.val_episodes*b.steps/b.val_every + b.test_episodes
-    runs = len(words(p.get("shots", "1,5")))*len(words(p.get("seeds", "0")))
-    meta = sum(COST["step"][m][d]*b.steps + COST["episode"]*episodes for m in words(p.get("methods", "sib,sib+linear,sib+aim")))
-    return backbone + runs*meta, COST["base_memory"] + 4*d*(train*max(b.views, 1) + rest) + 3*4*33*d*(400 if d == 256 else 800)
-
-# %% ../nbs/19_cli.ipynb #0ed57c52
-def continual_cost(p) -> tuple:
-    "Seconds and bytes of a continual run: meta-training and meta-testing."
-    from aim_nb.core import budget, words
-    b = budget(p["budget"], "continual", p["dataset"], p.get("steps", 0))
-    px, width = IMAGES.get(p["dataset"], IMAGES["cifar-fs"])[2], b.width or 112
-    scale = {28: 1, 32: 1.3, 80: 3.6}[px]*(width/112)**1.5 # narrower nets lose some efficiency
-    steps = 15*(b.classes or 600)*(b.runs + b.rates*b.rate_runs)
-    methods, seeds = words(p.get("methods", "oml,oml+aim")), len(words(p.get("seeds", "0")))
-    seconds = seeds*sum(scale*COST["outer"][m]*b.steps + COST["metatest"]*steps for m in methods)
-    weights = 18e6*(width/112)**2*(5 if any(m.startswith("anml") for m in methods) else 1) # of the AIM model
-    return seconds, COST["base_memory"] + 4*4*weights*scale
-
-def estimate(
-    params,         # every parameter of the run
-    task="fewshot", # fewshot | continual
-) -> tuple | None:
-    "About how many seconds and bytes a run takes; None where the notebook trains nothing."
-    if not {"dataset", "budget"} <= params.keys(): return None
-    return (fewshot_cost if task == "fewshot" else continual_cost)(params)
 
 # %% ../nbs/19_cli.ipynb #13263068
 def spell(seconds) -> str:
@@ -297,7 +248,7 @@ def show_plan(known, values, cost, out):
     for name, (default, comment) in known.items():
         mark = "*" if name in values else " "
         typer.echo(f" {mark} {name:14s} {str(values.get(name, default)):24s} {comment}".rstrip())
-    if cost: typer.echo(f"about {spell(cost[0])} and {cost[1]/1e9:.1f} GB on two cores, within a factor of two; finished parts are reused")
+    if cost: typer.echo(f"about {spell(cost[0])} on one core and {cost[1]/1e9:.1f} GB, within a factor of two; finished parts are reused")
     typer.echo(f"would write {shorten(out)}")
 
 @app.command(cls=Pairs)
@@ -315,8 +266,9 @@ def run(
     every = {**{k: d for k, (d, _) in known.items()}, **values}
     check_values(every if path.stem[:1] in "23" else values, task)
     out = Path(output) if output else output_path(path, every)
-    if dry_run: return show_plan(known, values, estimate(every, task), out)
-    start(path, out, values, fresh)
+    if not dry_run: return start(path, out, values, fresh)
+    from aim_nb.sweep import estimate
+    show_plan(known, values, estimate(path.stem, every), out)
 
 # %% ../nbs/19_cli.ipynb #66a14bdc
 def start(path, out, values, fresh=False):
@@ -331,6 +283,20 @@ def start(path, out, values, fresh=False):
     typer.echo(f"notebook  {shorten(out)}")
     if picture: typer.echo(f"figure    {shorten(picture)}")
     typer.echo(f"took      {spell(time.time() - began)}")
+
+# %% ../nbs/19_cli.ipynb #72a365ce
+@app.command("sweep")
+def sweep_(
+    plan: Annotated[str, typer.Argument(help="The path of a TOML file, or a name in plans/.")],
+    scheduler: Annotated[str, typer.Option("--scheduler", metavar="ADDRESS", help="Your own dask scheduler, such as tcp://host:8786 (default: processes on this machine).")] = "",
+    workers: Annotated[int, typer.Option("--workers", min=0, help="Processes on this machine (0: one a core).")] = 0,
+    retries: Annotated[int, typer.Option("--retries", min=0, help="How often a run that failed is tried again.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, how far they are and the time; run nothing.")] = False,
+):
+    "Make every run of a plan that is not recorded yet, one core each."
+    from aim_nb import sweep as engine
+    if dry_run: return [typer.echo(line) for line in engine.overview(engine.survey(engine.expand(plan)), workers or engine.cores())]
+    if engine.sweep(plan, scheduler, workers, retries, tell=lambda line: typer.echo(line, err=True)): raise typer.Exit(1)
 
 # %% ../nbs/19_cli.ipynb #1007f321
 data = typer.Typer(no_args_is_help=True, help="Datasets: what is there, build one, look one over.")
