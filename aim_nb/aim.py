@@ -11,10 +11,11 @@ from torch import nn
 from .core import AimError, check_choice
 
 # %% auto #0
-__all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'pair_products', 'pair_sum', 'mix',
-           'mix_grads', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices', 'normal', 'Attentive',
-           'Saved', 'Gradient', 'unit', 'unit_grad', 'aim_saved', 'aim_gradient', 'state_step_', 'aim_step_', 'Fused',
-           'AIM', 'count_parameters', 'twin_width', 'LinearTwin', 'linear_twin', 'Identity']
+__all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'matrices', 'pair_products', 'pair_sum',
+           'mix', 'mix_grads', 'Steps', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices',
+           'normal', 'Attentive', 'unit', 'unit_grad', 'Block', 'block', 'block_rows', 'block_sum', 'block_slopes',
+           'Held', 'moved_queries', 'AIMSteps', 'write_values_', 'write_keys_', 'write_states_', 'Fused', 'AIM',
+           'count_parameters', 'twin_width', 'LinearSteps', 'LinearTwin', 'linear_twin', 'IdentitySteps', 'Identity']
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
@@ -79,15 +80,21 @@ def plan(mask) -> Plan: # (B, M) bool
     return Plan(rows, mech, active, [sizes[m] for m in active])
 
 # %% ../nbs/10_aim.ipynb #5f388466
+def matrices(W, active): # (M, ...), some of 0..M-1
+    "The active ones of a stack of matrices, no copy."
+    W = W.detach()
+    parts = W.unbind() if 4*len(active) > len(W) else {m: W[m] for m in active}    # views cost a microsecond one by one, less all together
+    return [parts[m] for m in active]
+
 def pair_products(
     z, # (B, D)
     W, # (M, D, V)
     p, # Plan
 ):
-    "y_p = z_r W_m for every pair (r, m) of the plan: one product a distinct mechanism, no autograd."
+    "z_r and y_p = z_r W_m for every pair (r, m) of the plan: one product a distinct mechanism, no autograd."
     Z, Y = z.index_select(0, p.rows), z.new_empty(len(p.rows), W.shape[2])
-    for m, z_m, y_m in zip(p.active, Z.split(p.sizes), Y.split(p.sizes)): torch.mm(z_m, W[m], out=y_m)
-    return Y
+    for W_m, z_m, y_m in zip(matrices(W, p.active), Z.split(p.sizes), Y.split(p.sizes)): torch.mm(z_m, W_m, out=y_m)
+    return Z, Y
 
 def pair_sum(
     x, # (n, V) a row a pair
@@ -99,7 +106,7 @@ def pair_sum(
 
 # %% ../nbs/10_aim.ipynb #812098e0
 def _mix(z, W, w, p): # the same for z (with W transposed): sum over pairs of w z_r W_m
-    return pair_sum(pair_products(z, W, p)*w[p.rows, p.mech, None], p, len(z))
+    return pair_sum(pair_products(z, W, p)[1]*w[p.rows, p.mech, None], p, len(z))
 
 def _mix_W(z, w, g, p): # dense, since autograd wants a dense gradient; idle mechanisms keep their zeros
     Z, G = z.index_select(0, p.rows)*w[p.rows, p.mech, None], g.index_select(0, p.rows)
@@ -118,7 +125,7 @@ class _Mix(torch.autograd.Function):
         p = plan(mask)
         if place == 0: return _mix(g, W.mT, w, p)
         if place == 1: return _mix_W(z, w, g, p)
-        if place == 2: return _mix_w(g, pair_products(z, W, p), p, mask.shape[1])
+        if place == 2: return _mix_w(g, pair_products(z, W, p)[1], p, mask.shape[1])
         return _mix(z, W, w, p)
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -141,7 +148,7 @@ class _Mix(torch.autograd.Function):
 def _first_order(z, W, w, g, mask, need):
     p, grads = plan(mask), {}
     if 0 in need or 2 in need:
-        G = pair_products(g, W.mT, p)
+        _, G = pair_products(g, W.mT, p)
         grads[2] = _mix_w(z, G, p, mask.shape[1])
         grads[0] = pair_sum(G*w[p.rows, p.mech, None], p, len(z))
     if 1 in need: grads[1] = _mix_W(z, w, g, p)
@@ -163,14 +170,30 @@ def mix_grads(z, W, w, g, mask):
     return grads[0], grads[2]
 
 # %% ../nbs/10_aim.ipynb #31dfc5b4
+class Steps:
+    "SGD on a layer without autograd. The weights stay as they are until `write_`."
+    def __init__(self,
+        layer, z,       # (B, D) all rows
+        n=0,            # how many of them, the first ones, are support rows of a step to `adapt` to
+        ranks_in=None, ranks=None, # stochastic choices of the support rows and of all rows
+    ): self.layer, self.z, self.n = layer, z, n
+    def support(self):
+        "The layer's output for the support rows."
+    def adapt(self, g, lr):
+        "Hold one SGD step on the support rows; g = dL/d(their output)."
+    def output(self):
+        "The layer's output for all rows, at the weights held."
+    def write_(self, g, lr, keep=True):
+        "Write the SGD step for g = dL/d(output), taken at the weights held, and, if `keep`, the step that is held."
+
 class Layer(nn.Module):
-    "What may stand between backbone and head: `forward` for autograd; `forward_saved`, `gradient`, `step_`, `snapshot`, `restore` without it."
+    "What may stand between backbone and head: `forward` for autograd, `steps` for SGD without it."
     def draw_ranks(self, generator=None, rows=None): # one stochastic choice for a training pass
         "The positions of the ranking to use, or None for the best K."
         return None
-    def sgd_(self, saved, g, lr): # what `forward_saved` kept; dL/dout; rate
-        "One SGD step on all the parameters of this layer, in place."
-        self.step_(self.gradient(saved, g), lr)
+    def steps(self, z, n=0, ranks_in=None, ranks=None) -> Steps:
+        "Begin an SGD step, or two."
+        return self.steps_class(self, z, n, ranks_in, ranks)
 
 # %% ../nbs/10_aim.ipynb #e4ae9bae
 def check_sizes(**sizes):
@@ -242,23 +265,6 @@ class Attentive(Layer):
         if self.select == "sample" and rows is None: raise AimError("select='sample' draws for every row: pass rows=, the number of rows.")
         return random_ranks(self.K, self.l, rows if self.select == "sample" else None, generator).to(self.h.device)
 
-# %% ../nbs/10_aim.ipynb #36a36503
-class Saved(NamedTuple):
-    "What the fused backward pass needs of a forward pass."
-    z: torch.Tensor; q: torch.Tensor; k: torch.Tensor
-    w: torch.Tensor     # (n,) a of every pair
-    p: Plan
-    Y: torch.Tensor     # (n, V) z_r W_m of every pair
-    out: torch.Tensor
-    norm: object        # (B, 1) length of the sum, raw gate only
-
-class Gradient(NamedTuple):
-    "The gradient of all of AIM's parameters in factors, at the weights of the forward pass."
-    p: Plan
-    wz: torch.Tensor; g: torch.Tensor                     # dW_M[m] = wz_m^T g_m
-    z: torch.Tensor; dk: torch.Tensor                     # dW_K = z^T dk, db_K = sum dk
-    h: torch.Tensor; dq: torch.Tensor; dh: object         # dW_Q[m] = h_m^T dq_m; dh None: to be taken by the step
-
 # %% ../nbs/10_aim.ipynb #95b3cb07
 def unit(y):
     "y/||y|| and the length, which is kept off zero."
@@ -273,58 +279,146 @@ def unit_grad(
     return (g - (g*out).sum(-1, keepdim=True)*out)/norm
 
 # %% ../nbs/10_aim.ipynb #d5c86e0a
-@torch.no_grad()
-def aim_saved(aim, z, q, ranks=None):
-    "AIM's output and what its gradient will need."
-    k = aim.keys(z)
-    a = aim.scores(k, q)
-    p = plan(aim.choose(a, ranks))
-    w, Y = a[p.rows, p.mech], pair_products(z, aim.W_M, p)
-    y, norm = pair_sum(Y*w[:, None], p, len(z)), None
-    if aim.gate == "raw": y, norm = unit(y)
-    return y, Saved(z, q, k, w, p, Y, y, norm)
+class Block(NamedTuple):
+    "The products of some pairs with the slow weights."
+    p: Plan
+    Z: torch.Tensor # (n, D) z_r of every pair
+    Y: torch.Tensor # (n, V) z_r W_m
+
+def block(z, W, mask) -> Block:
+    "The pairs of a mask, multiplied."
+    p = plan(mask)
+    return Block(p, *pair_products(z, W, p))
+
+def block_rows(
+    b, n, # Block; how many rows, from the first
+) -> tuple:
+    "The part of a block that belongs to the first `n` rows, and where it was."
+    at = (b.p.rows < n).nonzero()[:, 0]
+    return Block(Plan(b.p.rows[at], b.p.mech[at], [], []), None, b.Y.index_select(0, at)), at
+
+def block_sum(blocks, w): # (B, M) weights, zero where a pair is not in use
+    "sum over the pairs of w_bm z_b W_m."
+    return sum(pair_sum(b.Y*w[b.p.rows, b.p.mech, None], b.p, len(w)) for b in blocks)
+
+def block_slopes(blocks, g, M):
+    "dL/dw (B, M) for g = dL/d block_sum, zero where no pair is."
+    da = g.new_zeros(len(g), M)
+    for p, _, Y in blocks: da.index_put_((p.rows, p.mech), (g.index_select(0, p.rows)*Y).sum(1))
+    return da
 
 # %% ../nbs/10_aim.ipynb #9b7aa323
-@torch.no_grad()
-def aim_gradient(aim, saved, g, with_dh=True):
-    "The gradient of every parameter of AIM for g = dL/dout, in factors. Without dh only if the step follows at once."
-    z, q, k, w, p, Y, out, norm = saved
-    if norm is not None: g = unit_grad(g, out, norm)
-    G = g.index_select(0, p.rows)
-    ds = (G*Y).sum(1)/math.sqrt(aim.d_k)
-    if aim.gate == "sigmoid": ds = ds*w*(1 - w)
-    dS = k.new_zeros(len(z), aim.M).index_put_((p.rows, p.mech), ds)
-    dq = dS.t() @ k
-    dh = torch.bmm(dq[:, None], aim.W_Q.mT)[:, 0] if with_dh else None
-    return Gradient(p, z.index_select(0, p.rows)*w[:, None], G, z, dS @ q, aim.h.clone(), dq, dh)
+class Held(NamedTuple):
+    "An SGD step in factors."
+    lr: float
+    w: torch.Tensor; g: torch.Tensor    # (n, M), (n, V): W_M[m] moves by z^T (w_m g)
+    dk: torch.Tensor                    # (n, d_k): W_K moves by z^T dk
+    u: torch.Tensor; h: torch.Tensor    # (M, d_k), (M, d_h): dL/dq, and h after the step
+    gram: torch.Tensor                  # (B, n) z . z_support
+
+def moved_queries(aim, q, u, lr, active) -> tuple:
+    "h and the queries after an SGD step with query gradients `u`; nothing is written."
+    A = torch.tensor(active, device=q.device)
+    h, u = aim.h.index_select(0, A), u.index_select(0, A)
+    new, q_new = h.clone(), torch.empty_like(u)
+    for W, h_m, u_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), q_new.unbind()):
+        torch.mv(W.t(), h_m.addmv_(W, u_m, alpha=-lr), out=q_m)
+    q_new.addcmul_((new*h).sum(-1, keepdim=True), u, value=-lr)
+    return aim.h.index_copy(0, A, new), q.index_copy(0, A, q_new)
+
+# %% ../nbs/10_aim.ipynb #a9ed4d6c
+class AIMSteps(Steps):
+    "AIM's: every mechanism in use is read once for its products and once for its update."
+    def __init__(self, layer, z, n=0, ranks_in=None, ranks=None):
+        super().__init__(layer, z, n)
+        self.ranks, self.held, self.q, self.k = ranks, None, layer.fused_queries(), layer.keys(z)
+        self.q_slow, self.a = self.q, layer.scores(self.k, self.q)
+        self.mask = self.known = layer.choose(self.a, ranks)
+        if n:
+            self.mask_in = layer.choose(self.a[:n], ranks_in)
+            self.known = torch.cat([self.mask[:n] | self.mask_in, self.mask[n:]])
+        self.blocks = [block(z, layer.W_M, self.known)]
+
+    def _unit(self, y): # the raw gate's last step
+        if self.layer.gate == "raw": y, self.norm = unit(y)
+        self.y = y
+        return y
+    def _unit_grad(self, g): return unit_grad(g, self.y, self.norm) if self.layer.gate == "raw" else g
+    def _score_slopes(self, da, a, mask): # dL/ds
+        ds = da*mask/math.sqrt(self.layer.d_k)
+        return ds*a*(1 - a) if self.layer.gate == "sigmoid" else ds
+
+    def support(self):
+        self.own, self.own_at = block_rows(self.blocks[0], self.n)
+        return self._unit(block_sum([self.own], self.a[:self.n]*self.mask_in))
+
+    def output(self):
+        w = self.a*self.mask
+        y, held = block_sum(self.blocks, w), self.held
+        if held: y.addmm_((w @ held.w.t()).mul_(held.gram), held.g, alpha=-held.lr)
+        return self._unit(y)
+
+    def adapt(self, g, lr):
+        aim, n, a, mask, g = self.layer, self.n, self.a[:self.n], self.mask_in, self._unit_grad(g)
+        ds = self._score_slopes(block_slopes([self.own], g, aim.M), a, mask)
+        dk, u, gram = ds @ self.q, ds.t() @ self.k[:n], self.z @ self.z[:n].t()
+        h, self.q = moved_queries(aim, self.q, u, lr, mask.any(0).nonzero()[:, 0].tolist())
+        self.k = torch.addmm(self.k, gram if aim.b_K is None else gram + 1, dk, alpha=-lr)     # the key bias moves like the weight of a constant feature 1
+        self.held = Held(lr, a*mask, g, dk, u, h, gram)
+        self.a = aim.scores(self.k, self.q)
+        self.mask = aim.choose(self.a, self.ranks)
+        late = self.mask & ~self.known
+        if late.any(): self.blocks.append(block(self.z, aim.W_M, late))
+
+    def write_(self, g, lr, keep=True):
+        aim, held, g = self.layer, self.held, self._unit_grad(g)
+        da = block_slopes(self.blocks, g, aim.M)
+        if held: da.addmm_((g @ held.g.t()).mul_(held.gram), held.w, alpha=-held.lr)
+        ds = self._score_slopes(da, self.a, self.mask)
+        held_rate = held.lr if held and keep else 0.
+        write_values_(self, g, lr, held_rate)
+        write_keys_(self, (ds @ self.q).mul_(lr), held_rate)
+        active = sorted({m for b in self.blocks for m in b.p.active})
+        aim._remember(write_states_(self, ds.t() @ self.k, lr, held_rate, active))
 
 # %% ../nbs/10_aim.ipynb #0730114a
-def state_step_(aim, grad, q, lr):
-    "h and W_Q -= lr times their gradients, in place; returns the queries after it."
-    if 2*len(grad.p.active) > aim.M:
-        aim.h.sub_(torch.bmm(grad.dq[:, None], aim.W_Q.mT)[:, 0] if grad.dh is None else grad.dh, alpha=lr)
-        aim.W_Q.baddbmm_(grad.h[:, :, None], grad.dq[:, None], alpha=-lr)
-        return aim.queries()
-    q = q.clone()
-    for m in grad.p.active:
-        W_Q, h, u = aim.W_Q[m], aim.h[m], grad.dq[m]
-        h.sub_(torch.mv(W_Q, u) if grad.dh is None else grad.dh[m], alpha=lr)
-        W_Q.addr_(grad.h[m], u, alpha=-lr)
-        torch.mv(W_Q.t(), h, out=q[m])
-    return q
+def write_values_(s, g, lr, held_rate):
+    "W_M -= both steps, for the mechanisms in use."
+    p, Z = s.blocks[0][:2]
+    at = s.own_at if held_rate else None
+    if len(s.blocks) > 1:                       # pairs came late: sort once more
+        p = plan(s.known | s.mask)
+        Z, at = s.z.index_select(0, p.rows), (p.rows < s.n).nonzero()[:, 0]
+    R = g.index_select(0, p.rows).mul_((s.a*s.mask)[p.rows, p.mech, None]*lr)
+    if held_rate: R.index_add_(0, at, s.held.g[p.rows[at]]*s.held.w[p.rows[at], p.mech[at], None], alpha=held_rate)
+    for W, z_m, r_m in zip(matrices(s.layer.W_M, p.active), Z.split(p.sizes), R.split(p.sizes)): W.addmm_(z_m.t(), r_m, alpha=-1)
 
-@torch.no_grad()
-def aim_step_(aim, grad, q, lr):
-    "W -= lr dW for the mechanisms in use, in place; returns the queries after it."
-    p = grad.p
-    for m, wz, g in zip(p.active, grad.wz.split(p.sizes), grad.g.split(p.sizes)): aim.W_M[m].addmm_(wz.t(), g, alpha=-lr)
-    aim.W_K.addmm_(grad.z.t(), grad.dk, alpha=-lr)
-    if aim.b_K is not None: aim.b_K.sub_(grad.dk.sum(0), alpha=lr)
-    return state_step_(aim, grad, q, lr)
+def write_keys_(s, dk, held_rate): # (B, d_k), the rate in it
+    "W_K and its bias -= both steps."
+    if held_rate: dk[:s.n].add_(s.held.dk, alpha=held_rate)
+    s.layer.W_K.addmm_(s.z.t(), dk, alpha=-1)
+    if s.layer.b_K is not None: s.layer.b_K.sub_(dk.sum(0))
+
+# %% ../nbs/10_aim.ipynb #4cc4aefe
+def write_states_(s, u, lr, held_rate, active):
+    "h and W_Q -= both steps; returns the queries after it."
+    aim, held, A = s.layer, s.held, torch.tensor(active, device=u.device)
+    h, u = aim.h.index_select(0, A), u.index_select(0, A)
+    new, left, right, q = h, h[:, None]*lr, u[:, None], torch.empty_like(u)
+    if held:
+        h1, u1 = held.h.index_select(0, A), held.u.index_select(0, A)
+        left, right = torch.stack([h*held_rate, h1*lr], 1), torch.stack([u1, u], 1)
+        new = torch.addcmul(h1 if held_rate else h, (u1*u).sum(-1, keepdim=True), h, value=lr*held.lr)
+    for W, h_m, u_m, left_m, right_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), left.unbind(), right.unbind(), q.unbind()):
+        h_m.addmv_(W, u_m, alpha=-lr)
+        torch.mv(W.addmm_(left_m.t(), right_m, alpha=-1).t(), h_m, out=q_m)
+    aim.h.index_copy_(0, A, new)
+    return s.q_slow.index_copy(0, A, q)
 
 # %% ../nbs/10_aim.ipynb #ea4a4d50
 class Fused(Attentive):
-    "AIM's fused step: no graph, no gradient buffer, idle mechanisms neither read nor written."
+    "AIM's fused steps: no graph, no gradient buffer, idle mechanisms neither read nor written."
+    steps_class = AIMSteps
     def _now(self): return [(t.data_ptr(), t._version) for t in (self.h, self.W_Q)]
     def _remember(self, q):
         self._q = q, self._now(), (self.h.detach(), self.W_Q.detach())   # the aliases hold the memory, so its address cannot pass to another tensor
@@ -335,23 +429,6 @@ class Fused(Attentive):
         q, then, _ = self.__dict__.get("_q", (None, None, None))
         return q if then == self._now() else self._remember(self.queries())
     def __getstate__(self): return {k: v for k, v in self.__dict__.items() if k != "_q"}   # a copy starts without the memory
-
-    def forward_saved(self, z, ranks=None): return aim_saved(self, z, self.fused_queries(), ranks)
-    def gradient(self, saved, g): return aim_gradient(self, saved, g)
-    def step_(self, grad, lr): self._remember(aim_step_(self, grad, self.fused_queries(), lr))
-    def sgd_(self, saved, g, lr): self.step_(aim_gradient(self, saved, g, with_dh=False), lr)
-    @torch.no_grad()
-    def snapshot(self, saved):
-        "A copy of what `sgd_(saved, ...)` will change."
-        A = torch.tensor(saved.p.active, device=self.h.device)
-        return A, [t.index_select(0, A) for t in (self.h, self.W_Q, self.W_M)], [t.clone() for t in (self.W_K, self.b_K) if t is not None], self.fused_queries()
-    @torch.no_grad()
-    def restore(self, snap):
-        "Put a snapshot back, to the bit."
-        A, some, whole, q = snap
-        for t, s in zip((self.h, self.W_Q, self.W_M), some): t.index_copy_(0, A, s)
-        for t, s in zip((self.W_K, self.b_K), whole): t.copy_(s)
-        self._remember(q)
 
 # %% ../nbs/10_aim.ipynb #3f5d62db
 class AIM(Fused):
@@ -387,6 +464,20 @@ def twin_width(
     return round((count_parameters(aim) + aim.d_out*fan_out)/(aim.d_in + fan_out))
 
 # %% ../nbs/10_aim.ipynb #92e38af8
+class LinearSteps(Steps):
+    "The linear map's: its matrix is read once and written once."
+    def __init__(self, layer, z, n=0, ranks_in=None, ranks=None):
+        super().__init__(layer, z, n)
+        self.y, self.held = z @ layer.W, None
+    def support(self): return self.y[:self.n]
+    def adapt(self, g, lr): self.y, self.held = torch.addmm(self.y, self.z @ self.z[:self.n].t(), g, alpha=-lr), (g, lr)
+    def output(self): return self.y
+    def write_(self, g, lr, keep=True):
+        if self.held and keep and not lr: self.layer.W.addmm_(self.z[:self.n].t(), self.held[0], alpha=-self.held[1])
+        elif self.held and keep: g[:self.n].add_(self.held[0], alpha=self.held[1]/lr)
+        if lr: self.layer.W.addmm_(self.z.t(), g, alpha=-lr)
+
+# %% ../nbs/10_aim.ipynb #2e567df8
 class LinearTwin(Layer):
     "One linear map without bias, with the same fused step as AIM."
     def __init__(self, d_in, d_out, generator=None):
@@ -397,20 +488,17 @@ class LinearTwin(Layer):
     def forward(self, z, ranks=None, generator=None):
         check_input(z, self.d_in, self.W.dtype)
         return z @ self.W
-    @torch.no_grad()
-    def forward_saved(self, z, ranks=None): return z @ self.W, z
-    def gradient(self, saved, g): return saved, g            # dW = z^T g, left in factors
-    @torch.no_grad()
-    def step_(self, grad, lr): self.W.addmm_(grad[0].t(), grad[1], alpha=-lr)
-    @torch.no_grad()
-    def snapshot(self, saved): return self.W.clone()
-    @torch.no_grad()
-    def restore(self, snap): self.W.copy_(snap)
+    steps_class = LinearSteps
     def extra_repr(self): return f"{self.d_in} -> {self.d_out}"
 
 def linear_twin(aim, fan_out=0, generator=None) -> LinearTwin:
     "The linear layer with as many parameters as `aim`."
     return LinearTwin(aim.d_in, twin_width(aim, fan_out), generator).to(aim.h)
+
+class IdentitySteps(Steps):
+    "Nothing to move."
+    def support(self): return self.z[:self.n]
+    def output(self): return self.z
 
 class Identity(Layer):
     "No layer at all: plain SIB."
@@ -418,8 +506,4 @@ class Identity(Layer):
         super().__init__()
         self.d_in = self.d_out = d
     def forward(self, z, ranks=None, generator=None): return z
-    def forward_saved(self, z, ranks=None): return z, None
-    def gradient(self, saved, g): return None
-    def step_(self, grad, lr): pass
-    def snapshot(self, saved): return None
-    def restore(self, snap): pass
+    steps_class = IdentitySteps

@@ -25,10 +25,10 @@ from .sib import SIBHead, SIBParams, cross_entropy_grad, sib_backward, sib_forwa
 from .tasks import draw_episodes
 
 # %% auto #0
-__all__ = ['Rates', 'paper_rates', 'FlatSGD', 'Episodic', 'inner_step', 'outer_step', 'double_step', 'linear_double_step',
-           'EpisodeFeed', 'FewshotModel', 'fixed_episodes', 'FewshotTrainee', 'fewshot_width', 'make_layer',
-           'FewshotResult', 'read_uses', 'score_last_and_best', 'model_metrics', 'train_fewshot', 'Curves', 'relevant',
-           'fewshot_identity', 'training_checkpoints', 'log_path', 'read_log', 'run_fewshot', 'load_fewshot']
+__all__ = ['Rates', 'paper_rates', 'FlatSGD', 'Episodic', 'double_step', 'EpisodeFeed', 'FewshotModel', 'fixed_episodes',
+           'FewshotTrainee', 'fewshot_width', 'make_layer', 'FewshotResult', 'read_uses', 'score_last_and_best',
+           'model_metrics', 'train_fewshot', 'Curves', 'relevant', 'fewshot_identity', 'training_checkpoints',
+           'log_path', 'read_log', 'run_fewshot', 'load_fewshot']
 
 # %% ../nbs/16_train_fewshot.ipynb #709d294b
 class Rates(NamedTuple):
@@ -65,59 +65,21 @@ class Episodic(NamedTuple):
     def sib(self, X): return sib_forward(self.p, X, self.A, self.steps, self.eps)
 
 # %% ../nbs/16_train_fewshot.ipynb #fad9cc9d
-def inner_step(
-    t: Episodic,
-    z,      # (n, D) support features
-    ranks,  # of the inner call
-):
-    "The support step, in place; returns what undoes it where the step belongs to the episode."
-    out, saved = t.layer.forward_saved(z, ranks)
-    s, tape = t.sib(out)
-    g, _ = sib_backward(t.p, tape, cross_entropy_grad(s, t.Ys), params=False)
-    snap = t.layer.snapshot(saved) if t.update == "episode" else None
-    t.layer.sgd_(saved, g, t.rates.nu_in)
-    return snap
-
-# %% ../nbs/16_train_fewshot.ipynb #f7d8784b
-def outer_step(
-    t: Episodic,
-    z,     # (n + q, D) support and query features
-    ranks, # of the outer call
-    snap,  # from the inner step
-) -> tuple:
-    "The query gradient: moves the layer by the rule of `aim_update`; returns logits, the head's gradients and what the layer saved."
-    out, saved = t.layer.forward_saved(z, ranks)
-    s, tape = t.sib(out)
-    g, dp = sib_backward(t.p, tape, cross_entropy_grad(s, t.Yq))
-    if t.update == "inplace": t.layer.sgd_(saved, g, t.rates.nu_out)
-    elif t.update == "episode":
-        grad = t.layer.gradient(saved, g)
-        if snap is not None: t.layer.restore(snap)
-        t.layer.step_(grad, t.rates.nu_out)
-    return s, dp, saved
-
 @torch.no_grad()
-def double_step(t: Episodic, z, ranks_in=None, ranks_out=None) -> tuple:
-    "Inner, then outer step of one episode."
-    if isinstance(t.layer, LinearTwin): return linear_double_step(t, z)
-    snap = inner_step(t, z[:t.n], ranks_in) if t.adapt else None
-    return outer_step(t, z, ranks_out, snap)
-
-# %% ../nbs/16_train_fewshot.ipynb #79057e67
-def linear_double_step(t: Episodic, z) -> tuple:
-    "`double_step` for one linear map: its matrix is read once and written once."
-    X, W, r, n, gs = z @ t.layer.W, t.layer.W, t.rates, t.n, None
+def double_step(
+    t: Episodic,
+    z,                              # (n + q, D) support and query features
+    ranks_in=None, ranks_out=None,  # of the two calls
+) -> tuple:
+    "Inner, then outer step of one episode; returns logits, the head's gradients and the layer's steps."
+    steps = t.layer.steps(z, t.n if t.adapt else 0, ranks_in, ranks_out)
     if t.adapt:
-        s, tape = t.sib(X[:n])
-        gs, _ = sib_backward(t.p, tape, cross_entropy_grad(s, t.Ys), params=False)
-        X.addmm_(z @ z[:n].t(), gs, alpha=-r.nu_in)
-    s, tape = t.sib(X)
+        s, tape = t.sib(steps.support())
+        steps.adapt(sib_backward(t.p, tape, cross_entropy_grad(s, t.Ys), params=False)[0], t.rates.nu_in)
+    s, tape = t.sib(steps.output())
     g, dp = sib_backward(t.p, tape, cross_entropy_grad(s, t.Yq))
-    if t.update == "algorithm1": W.addmm_(z[:n].t(), gs, alpha=-r.nu_in)
-    else:
-        if gs is not None and t.update == "inplace": g[:n].add_(gs, alpha=r.nu_in/r.nu_out)
-        W.addmm_(z.t(), g, alpha=-r.nu_out)
-    return s, dp, None
+    steps.write_(g, 0. if t.update == "algorithm1" else t.rates.nu_out, keep=t.update != "episode")
+    return s, dp, steps
 
 # %% ../nbs/16_train_fewshot.ipynb #76f4b08c
 class EpisodeFeed:
@@ -186,9 +148,9 @@ class FewshotTrainee(FewshotModel):
         if i == 0 and len(self.used): self.note_use(0, self.score("val", self.val))
         z, g, t = self.feed[i], torch_rng(self.seed, "ranks", i), self.t
         ranks = [self.layer.draw_ranks(g, rows) for rows in (t.n, len(z))]
-        s, grads, saved = double_step(t, z, *ranks)
+        s, grads, steps = double_step(t, z, *ranks)
         self.optimiser.step(grads)
-        if len(self.used): self.used += saved.p.mech.bincount(minlength=len(self.used))
+        if len(self.used): self.used += steps.mask.sum(0)
         return dict(loss=F.cross_entropy(s, self.yq), acc=(s.argmax(1) == self.yq).float().mean())
 
     def score(self, split, episodes, decision=None):

@@ -57,9 +57,8 @@ class Stepper:
         self.t = Episodic(layer, SIBParams(*(p.detach() for p in head.params())), head.average(n_shot), len(ys), Y(ys), Y(yq), head.steps, head.eps, rates, "inplace", not isinstance(layer, Identity))
 
     def __call__(self, z, *ranks):
-        s, grads, saved = double_step(self.t, z, *ranks)
+        s, grads, _ = double_step(self.t, z, *ranks)
         self.opt.step(grads)
-        return saved
 
 
 def draws(d, n_shot, n=16, seed=0):
@@ -79,22 +78,23 @@ def in_turn(fn, items):
     return call
 
 
+@torch.no_grad()
 def aim_floor(layer, items, n_shot, rate):
     "Multiply-adds and bytes that AIM's share of a training step cannot do without, and the time they take at this machine's rates."
-    D, V, rows = layer.d_in, layer.d_out, 5 * n_shot + (5 * n_shot + 75)
-    distinct = [[len(layer.forward_saved(z, r)[1].p.active) for z, r in ((z[:5 * n_shot], r0), (z, r1))] for z, r0, r1 in items]
-    inner, outer = (sum(d[i] for d in distinct) / len(items) for i in range(2))
-    macs = 2 * rows * D * (layer.K * V + layer.d_k) + 3 * (inner + outer) * layer.d_h * layer.d_k
-    moved = 4 * ((inner + outer) * (D * V + layer.d_h * layer.d_k) + 2 * D * layer.d_k) * 3      # read for the output; read and written by the update
-    return dict(macs=int(macs), bytes=int(moved), distinct=[inner, outer], floor_ms=1e3 * max(2 * macs / rate / 1e9, moved / GBS[0] / 1e9))
+    D, V, rows = layer.d_in, layer.d_out, 5 * n_shot + 75
+    distinct = sum(len(layer.steps(z, 5 * n_shot, *ranks).blocks[0].p.active) for z, *ranks in items) / len(items)
+    macs = 2 * rows * D * (layer.K * V + layer.d_k) + 3 * distinct * layer.d_h * layer.d_k              # every row's output once, every update once: the inner step shares both
+    moved = 4 * 3 * (distinct * (D * V + layer.d_h * layer.d_k) + D * layer.d_k)                        # read for the output; read and written by the update
+    return dict(macs=int(macs), bytes=int(moved), distinct=distinct, floor_ms=1e3 * max(2 * macs / rate / 1e9, moved / GBS[0] / 1e9))
 
 
 def aim_share(layer, items, n):
-    "Only AIM's part of the step: output and update, of support and of all rows."
+    "Only AIM's part of the step: outputs and updates, of support and of all rows."
     g = [torch.randn(len(z), layer.d_out, generator=torch_rng(9, len(z))) * 1e-4 for z in (items[0][0][:n], items[0][0])]
-    def run(z, r0, r1):
-        for x, r, gx in ((z[:n], r0, g[0]), (z, r1, g[1])):
-            layer.sgd_(layer.forward_saved(x, r)[1], gx, 1e-3)
+    @torch.no_grad()
+    def run(z, *ranks):
+        s = layer.steps(z, n, *ranks)
+        s.support(); s.adapt(g[0], 1e-3); s.output(); s.write_(g[1], 1e-3)
     return in_turn(run, items)
 
 

@@ -55,7 +55,10 @@ def batch_one(M, d, v):
     "One fused step of one image."
     layer = AIM(d, v, M=M, l=0, generator=torch_rng(0, "aim", M))
     x, g = make_features(d)[0], torch.randn(1, v, generator=torch_rng(0, "g")) * 1e-4
-    def run(z): layer.sgd_(layer.forward_saved(z)[1], g, 1e-3)
+    @torch.no_grad()
+    def run(z):
+        s = layer.steps(z)
+        s.output(); s.write_(g, 1e-3)
     return in_turn(run, [(x[i:i + 1],) for i in range(0, len(x), 7)])
 
 
