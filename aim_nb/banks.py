@@ -4,7 +4,7 @@
 
 # %% ../nbs/02_banks.ipynb #1c672b93
 from __future__ import annotations
-import collections, contextlib, csv, errno, functools, gzip, hashlib, importlib, io, itertools, json, os, pickle, re, shutil, socket, sys, tarfile, tempfile, time, warnings, zipfile, zlib
+import collections, contextlib, csv, errno, functools, gzip, hashlib, importlib, io, itertools, json, os, pickle, re, shutil, socket, struct, sys, tarfile, tempfile, time, tokenize, warnings, zipfile, zlib
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 import numpy as np
@@ -92,7 +92,7 @@ def _save_blocks(
 
 # %% ../nbs/02_banks.ipynb #cffd0a84
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DAMAGED = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, pickle.UnpicklingError, Image.DecompressionBombError, UnicodeError, csv.Error, SyntaxError,
+DAMAGED = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, pickle.UnpicklingError, Image.DecompressionBombError, UnicodeError, csv.Error, SyntaxError, tokenize.TokenError, struct.error, AssertionError,
            RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError)
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """Shared by all tests: one torch thread, runs and data in temporary places, a way to call `aim-nb` as a user does."""
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,20 +13,71 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 ROOT = Path(__file__).resolve().parent.parent
+START = time.time()
 
 
-def pytest_addoption(parser): parser.addoption("--stress", action="store_true", help="run the long tests, and only these")
+class Tally:
+    "Counts every fault that the tests inject: what, how often, how it ended, and how often something was lost."
+    def __init__(self): self.rows, self.figures = {}, []
+
+    def add(self, what, ended, lost=False, n=1):
+        row = self.rows.setdefault((what, ended), [0, 0]); row[0] += n; row[1] += bool(lost)
+
+    def asdict(self): return [dict(tried=what, times=n, ended=ended, lost=lost) for (what, ended), (n, lost) in sorted(self.rows.items())]
+
+    def table(self):
+        rows = [("what was tried", "how often", "lost", "how it ended")] + [(r["tried"], f"{r['times']:,}", str(r["lost"]), r["ended"]) for r in self.asdict()]
+        rows.append(("all", f"{sum(r['times'] for r in self.asdict()):,}", str(sum(r["lost"] for r in self.asdict())), ""))
+        wide = [max(len(r[i]) for r in rows) for i in range(3)]
+        return "\n".join(f"{a:{wide[0]}}  {n:>{wide[1]}}  {l:>{wide[2]}}  {e}".rstrip() for a, n, l, e in rows)
 
 
-def pytest_configure(config): config.addinivalue_line("markers", "stress: long; runs in `make stress` only")
+TALLY = Tally()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--stress", action="store_true", help="run the long tests, and only these")
+    parser.addoption("--faults", default="", help="where to write the table of injected faults as JSON")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "stress: long; runs in `make stress` only")
+    config.addinivalue_line("markers", "both: short in `make test`, long in `make stress`")
 
 
 def pytest_collection_modifyitems(config, items):
-    "Long tests are not part of `make test`: left out, not skipped; `--stress` runs them alone."
+    "Long tests are not part of `make test`: left out, not skipped; `--stress` runs them, and the long form of those marked `both`."
     stress = config.getoption("--stress")
-    out = [i for i in items if bool(i.get_closest_marker("stress")) != stress]
+    own = lambda i: stress if i.get_closest_marker("stress") else not stress or bool(i.get_closest_marker("both"))
+    out = [i for i in items if not own(i)]
     config.hook.pytest_deselected(items=out)
-    items[:] = [i for i in items if i not in out]
+    items[:] = [i for i in items if own(i)]
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    "The table of faults, in the terminal and where `--faults` says."
+    if not TALLY.rows or not config.getoption("--stress"): return
+    terminalreporter.write_sep("=", "faults injected")
+    terminalreporter.write_line(TALLY.table())
+    for f in TALLY.figures: terminalreporter.write_line(f"{f['what']}: {f['value']:.2f} {f['unit']}")
+    if path := config.getoption("--faults"): write_faults(path, exitstatus)
+
+
+def write_faults(path, exitstatus):
+    import torch
+    here = dict(python=".".join(map(str, sys.version_info[:3])), torch=torch.__version__, system=sys.platform)
+    Path(path).write_text(json.dumps(dict(passed=not exitstatus, minutes=round((time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.figures), indent=1) + "\n")
+
+
+@pytest.fixture(scope="session")
+def tally(): return TALLY
+
+
+@pytest.fixture(scope="session")
+def many(request):
+    "many(short, long): how often to try, in `make test` and in `make stress`."
+    stress = request.config.getoption("--stress")
+    return lambda short, long: long if stress else short
 
 
 @pytest.fixture(scope="session")

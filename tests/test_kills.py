@@ -1,0 +1,81 @@
+"""SIGKILL anywhere in whole experiments (data to record), again and again; the end is the same in every bit as if nothing had happened."""
+import json, random, signal, time
+
+import pytest
+
+from accidents import METHODS, draws, left, run_child, tiny_bank, unlike
+from aim_nb import train_fewshot
+
+WHAT = {"sib+aim": "few-shot with SIB+AIM: pretraining, features, meta-training, test", "oml+aim": "continual with OML+AIM: meta-training, meta-test",
+        "anml+aim": "continual with ANML+AIM: meta-training, meta-test"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory): return tiny_bank(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    "whole(method): folder, seconds and numbers of calls of an uninterrupted run."
+    done = {}
+    def get(method):
+        if method not in done:
+            folder, start = tmp_path_factory.mktemp("whole"), time.monotonic()
+            child = run_child(method, folder, data)
+            assert child.wait() == 0, child.text
+            done[method] = folder, time.monotonic() - start, json.loads((folder/"calls.json").read_text())
+        return done[method]
+    return get
+
+
+def kill_once(method, folder, data, rng, whole, where):
+    "Start or go on, and die somewhere: at a place that counts its calls, or at any moment. Whether it died."
+    _, seconds, calls = whole
+    if where == "moment":
+        child = run_child(method, folder, data)
+        if child.wait(rng.uniform(0, .8*seconds)) is None: child.kill()
+    else: child = run_child(method, folder, data, where, rng.randint(1, 1 + calls[where]//2))
+    assert child.wait() in (0, -signal.SIGKILL), child.text
+    return child.code != 0
+
+
+def lost(folder, reference):
+    "What differs between an interrupted run and the reference: files, tensors, fields, draws; empty when nothing does."
+    once, again = draws(reference), draws(folder)
+    moved = [f"draw {k}" for k in once if again.get(k) != once[k]]  # every attempt at a step, the first one after a kill too, drew the same indices
+    return unlike(left(folder), left(reference)) + moved + [str(p.name) for p in (folder/"runs").rglob(".*.part")]
+
+
+@pytest.mark.both
+@pytest.mark.parametrize("method", METHODS)
+def test_killed_anywhere_ends_the_same(method, data, whole, tmp_path, tally, many):
+    rng = random.Random(METHODS.index(method))
+    places = ["moment", "step", "write", "sync", "rename"] + ["trajectory"]*(method != "sib+aim")
+    rounds = [rng.sample(["moment", "step", "write"], 3)] if many(1, 0) else [rng.choices(places, k=6) for _ in range(many(0, 14))]
+    for i, deaths in enumerate(rounds):
+        folder = tmp_path/str(i)
+        kills = sum(kill_once(method, folder, data, rng, whole(method), where) for where in deaths)
+        child = run_child(method, folder, data)
+        assert child.wait() == 0, child.text
+        gone = lost(folder, whole(method)[0])
+        tally.add(f"SIGKILL, {WHAT[method]}", "the same command went on; every tensor, draw and metric as without", gone, kills)
+        assert not gone and (kills or i), (deaths, gone)
+
+
+@pytest.mark.both
+def test_the_comparison_can_fail(data, whole, tmp_path, tally):
+    "Negative control: a run that forgets one momentum when it is resumed is found out, and so is one that draws another episode."
+    def forget():
+        load = train_fewshot.FewshotModel.load
+        train_fewshot.FewshotModel.load = lambda self, t: load(self, {**t, "momentum": t["momentum"]*0})
+    folder = tmp_path/"forgetful"
+    assert run_child("sib+aim", folder, data, "step", 20).wait() == -signal.SIGKILL
+    child = run_child("sib+aim", folder, data, before=forget)
+    assert child.wait() == 0, child.text
+    gone = lost(folder, whole("sib+aim")[0])
+    tally.add("negative control: a resumed run that forgets its momentum", "the comparison finds it", not gone)
+    assert any("head." in g for g in gone) and any("metrics" in g for g in gone)
+    noted = folder/"draws.txt"
+    first = noted.read_text().splitlines()[0]
+    noted.write_text(noted.read_text() + first[:-1] + ("0" if first[-1] != "0" else "1") + "\n")
+    assert any(g.startswith("draw ('pretrain', 0)") for g in lost(folder, whole("sib+aim")[0]))
