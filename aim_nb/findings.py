@@ -11,7 +11,7 @@ from . import activation, viz
 from .core import Protocol, content_key
 from .paper import Seeds, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, reached, seed_summary
 from .records import field, read_records, record_name
-from .tables import ablation_table, continual_curve, continual_table, fewshot_table, method_label, present, variant
+from .tables import ablation_table, continual_curve, continual_table, fewshot_table, method_label, present, table_csv, table_markdown, variant
 
 # %% auto #0
 __all__ = ['AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
@@ -20,7 +20,7 @@ __all__ = ['AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'S
            'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text', 'backbone_hours', 'run_hours',
            'missing', 'figure_hours', 'label_lines', 'hours_text', 'missing_lines', 'claim_lines', 'report_text',
            'records_of', 'block_markdown', 'notebook_links', 'activation_figures', 'continual_masks',
-           'trajectory_figures', 'ablation_figures', 'all_figures']
+           'trajectory_figures', 'ablation_figures', 'all_figures', 'table_files']
 
 # %% ../nbs/18_findings.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -360,9 +360,9 @@ def report_text(
 ) -> str:
     "The whole report as plain text."
     records = read_records() if records is None else records
-    parts = {f"{len(records)} kept records": coverage_text(records).splitlines(), "Tables and figures, in the paper's order": label_lines(records),
-             "Claims": claim_lines(records), "Missing at the paper's budget, three seeds, two CPU cores": missing_lines(records)}
-    return "\n\n".join(title + "\n" + "\n".join("  " + line for line in lines) for title, lines in parts.items()) + "\n"
+    parts = [(f"{len(records)} records", coverage_text(records).splitlines()), ("Tables and figures, in the paper's order", label_lines(records)),
+             ("Claims", claim_lines(records)), ("Missing at the paper's budget, three seeds, two CPU cores", missing_lines(records))]
+    return "\n\n".join(title + "\n" + "\n".join("  " + line for line in lines) for title, lines in parts) + "\n"
 
 # %% ../nbs/18_findings.ipynb #44f993ec
 def records_of(
@@ -419,20 +419,28 @@ def activation_figures(records) -> dict:
 
 # %% ../nbs/18_findings.ipynb #cefe979e
 def continual_masks(records) -> dict:
-    "File name -> figure: the masks of OML+AIM and ANML+AIM side by side, for each dataset with kept activation records."
+    "File name -> figure: fig:activation (b) of OML+AIM, and the masks of OML+AIM and ANML+AIM side by side, for each dataset with kept activation records."
     out, best = {}, _best(_one_budget(r for r in records if r["task"] == "activation" and "sib" not in r["method"]))
     for d in sorted({r["dataset"] for r in best}):
         acts = sorted((r for r in best if r["dataset"] == d), key=lambda r: r["method"] != "oml+aim")
-        names = [activation.short_name(c) for c in acts[0]["metrics"]["test_classes"]]
-        masks = {f"{method_label(a['method'])}, step {a['metrics']['steps'][-1]:,}": activation.unpack(a["metrics"]["test"]) for a in acts}
-        out[activation.mask_name(d)] = viz.mask_figure(masks, names, d)
+        titles, of = [f"{method_label(a['method'])}, step {a['metrics']['steps'][-1]:,}" for a in acts], acts[0]["metrics"]
+        names, tested = ([activation.short_name(c) for c in of[k]] for k in ("classes", "test_classes"))
+        out[viz.figure_name("fig:activation", d) + "_continual"] = viz.activation_heatmap(activation.unpack(of["last"]), names, f"{d}, {titles[0]}")
+        out[activation.mask_name(d)] = viz.mask_figure({t: activation.unpack(a["metrics"]["test"]) for t, a in zip(titles, acts)}, tested, d)
     return out
 
+# %% ../nbs/18_findings.ipynb #2f819580
 def trajectory_figures(records) -> dict:
-    "File name -> figure: accuracy over the number of classes, for each dataset with kept continual records."
-    best = _best(_one_budget(r for r in records if r["task"] == "continual"))
-    return {viz.figure_name("fig:benchmark_continual", d): viz.accuracy_trajectories({r["method"]: continual_curve(r) for r in best if r["dataset"] == d}, d) for d in sorted({r["dataset"] for r in best})}
+    "File name -> figure: accuracy over the number of classes, for each dataset with kept continual records at the paper's switches; with AIM one figure for each choice of what moves."
+    mine, out = list(_one_budget(r for r in records if r["task"] == "continual" and variant(r) in PAPERS_OWN)), {}
+    for d in sorted({r["dataset"] for r in mine}):
+        here = [r for r in mine if r["dataset"] == d]
+        for ends, own, words in (("", "", "the output layer moves"), ("_fast", PAPERS_OWN[1], "with AIM all fast weights move")):
+            lines = {r["method"]: continual_curve(r) for r in _best(r for r in here if variant(r) == (own if "aim" in r["method"] else ""))}
+            if not own or any("aim" in m for m in lines): out[viz.figure_name("fig:benchmark_continual", d) + ends] = viz.accuracy_trajectories(lines, d, title=f"ours, {words}")
+    return out
 
+# %% ../nbs/18_findings.ipynb #9ce4beb1
 def _swept(table, records, block):
     "The curves of an ablation table for one block, of its longest budget."
     f = ablation_table(records, table, *block)
@@ -448,9 +456,19 @@ def ablation_figures(records) -> dict:
         if any(panels.values()): out[viz.figure_name("fig:latency_comparison", block[0]) + ("" if block[1] == "conv4" else f"_{block[1]}")] = viz.ablation_curves({t: c for t, c in panels.items() if c})
     return out
 
-def all_figures(
-    records=None, # default: the kept ones
-) -> dict:
+def all_figures(records=None) -> dict: # default: the kept ones
     "File name -> figure, for everything that the records can draw."
-    records = read_records() if records is None else records
-    return activation_figures(records) | continual_masks(records) | trajectory_figures(records) | ablation_figures(records)
+    if records is None: records = read_records()
+    drawers = (activation_figures, continual_masks, trajectory_figures, ablation_figures)
+    return {name: fig for draw in drawers for name, fig in draw(records).items()}
+
+# %% ../nbs/18_findings.ipynb #7c6ade8f
+def table_files(records) -> dict:
+    "File name -> text: each block of each table that the records fill, and the numbers of mechanism use."
+    out = {}
+    for table in (*FEWSHOT_TABLES, "continualz"):
+        for block in blocks(table, records):
+            f = frame(table, block, records)
+            if f.ours.notna().any(): out |= {f"{table}_{'_'.join(block)}.md": table_markdown(f) + "\n", f"{table}_{'_'.join(block)}.csv": table_csv(f)}
+    uses = [f"{r['dataset']},{r['method']},{r['parameters'].get('n_shot', '')},{r['seed']},{k},{r['metrics'][k]:.6g}" for r in sorted(records, key=record_name) if r["task"] == "activation" for k in activation.NUMBERS if k in r["metrics"]]
+    return out | ({"activation.csv": "\n".join(["dataset,method,n_shot,seed,number,value", *uses]) + "\n"} if uses else {})
