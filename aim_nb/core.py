@@ -264,7 +264,7 @@ def budget(
     values = dict(table[check_choice("budget", base, tuple(table))])
     if base == "quick" and dataset == "glyphs": values.update(GLYPHS_QUICK[task])
     if at and (base != "paper" or not at.isdigit()): raise AimError(f"budget={name!r} is not known; write paper@N with a number of steps.")
-    if at and task == "continual": values.update(rates=7, rate_runs=2) # the release's search of 14 rates x 10 only at its own number of steps
+    if at and task == "continual": values.update(rates=7, rate_runs=2, val_every=250) # the release's search of 14 rates x 10 only at its own number of steps
     if steps or at: values["steps"] = int(steps or at)
     return Budget(name, task, **values)
 
