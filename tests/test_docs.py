@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "nbs").glob("*.ipynb"))
@@ -38,18 +39,56 @@ class Page(HTMLParser):
         if tag == "a" and a.get("href"): self.links.append(a["href"])
         if tag in ("script", "img", "iframe", "source") and a.get("src"): self.loads.append(a["src"])
         if tag == "link" and a.get("href") and a.get("rel") not in ("canonical", "next", "prev", "index", "search"): self.loads.append(a["href"])
-        if tag == "img" and not a.get("alt"): self.no_alt.append(a.get("src"))
+        if tag == "img" and re.fullmatch(r"|\S+\.(png|svg)", a.get("alt") or ""): self.no_alt.append(a.get("src"))
 
 
 @pytest.fixture(scope="module")
 def pages(site): return {p.name: Page(p) for p in site.glob("*.html")}
 
 
+# the list of pages
+
+def test_the_sidebar_lists_every_notebook_by_decade():
+    from docs import sections
+    listed = [n for names in sections().values() for n in names]
+    assert sorted(listed + ["index.ipynb"]) == [p.name for p in NOTEBOOKS], "a new notebook needs a line in the sidebar of _quarto.yml"
+    assert [n[0] for n in listed] == sorted(n[0] for n in listed) and all(len({n[0] for n in names}) == 1 for names in sections().values())
+
+
+# What Quarto's schema knows of the keys that are used here (it refuses others): kinds of their values. Quarto itself need not be installed for this check.
+QUARTO = {"project": dict(type=str, **{"output-dir": str}, preview=dict(port=int, browser=bool)), "execute": dict(enabled=bool), "metadata-files": [str],
+          "format": dict(html=dict(theme=dict(light=str, dark=str), toc=bool, **{"code-copy": bool})),
+          "website": dict(title=str, search=bool, **{"repo-actions": [str], "page-navigation": bool}, navbar=dict(background=str, search=bool),
+                          sidebar=dict(style=str, contents=[dict(text=str, href=str, section=str, contents=[str])]))}
+
+
+def fits(value, kind):
+    "Whether a value has the keys and kinds of a description."
+    if isinstance(kind, dict): return isinstance(value, dict) and all(k in kind and fits(v, kind[k]) for k, v in value.items())
+    if isinstance(kind, list): return isinstance(value, list) and all(fits(v, kind[0]) for v in value)
+    return type(value) is kind
+
+
+def test_quarto_settings_have_the_form_that_quarto_asks_for():
+    config = yaml.safe_load((ROOT / "_quarto.yml").read_text())
+    assert fits(config, QUARTO) and not fits(config | {"sidebar": {}}, QUARTO)
+    assert set(config["website"]["repo-actions"]) <= {"none", "edit", "source", "issue"} and config["website"]["sidebar"]["style"] in ("docked", "floating")
+    assert config["format"]["html"]["theme"] == dict(light="cosmo", dark="darkly") and config["execute"]["enabled"] is False
+    made = {"nbdev.yml"} # by nbdev, for every rendering
+    assert all(f in made or (ROOT / "nbs" / f).exists() for f in config["metadata-files"])
+
+
+def test_links_under_a_title_work_in_both_renderers():
+    from docs import links
+    text = links("10_aim.ipynb").source
+    assert len(re.findall(r"\]\(https://\S+/nbs/10_aim\.ipynb\)\{\.btn ", text)) == 2
+
+
+# the pages as Sphinx renders them
+
 def test_every_notebook_has_a_page_in_the_navigation(site, pages):
     from docs import sections, url
-    listed = [n for names in sections().values() for n in names]
-    assert sorted(listed + ["index.ipynb"]) == [p.name for p in NOTEBOOKS]
-    for name in listed:
+    for name in (n for names in sections().values() for n in names):
         assert f"{url(name)}.html" in pages, name
         assert f"{url(name)}.html" in pages["index.html"].links, f"{name} is not in the sidebar"
 
@@ -69,7 +108,9 @@ def test_internal_links_resolve(pages, site):
 def test_nothing_is_loaded_from_another_host(pages): assert not [(n, u) for n, p in pages.items() for u in p.loads if re.match(r"(https?:)?//", u)]
 
 
-def test_images_say_what_they_show(pages): assert not {n: p.no_alt for n, p in pages.items() if p.no_alt}
+def test_images_say_what_they_show(pages):
+    "A picture without a caption would get its file's name."
+    assert not {n: p.no_alt for n, p in pages.items() if p.no_alt}
 
 
 def test_pages_offer_their_notebook_and_colab(pages):

@@ -51,6 +51,12 @@ def test_notebook_form(path):
 
 
 @each_notebook
+def test_pictures_have_captions(path):
+    shown = [c for c in code(read(path)) if any("image/png" in o.get("data", {}) for o in c.outputs)]
+    assert not [c.source.split("\n")[0] for c in shown if not re.search(r'^#\|\s*fig-cap: "\S.*"', c.source, re.M)]
+
+
+@each_notebook
 def test_exports_one_module_named_as_the_notebook(path):
     named = [m for c in code(read(path)) for m in re.findall(r"^#\|\s*default_exp (\S+)", c.source, re.M)]
     assert named == ([path.stem.partition("_")[2]] if path.stem[:1] in "01" and path.stem != "index" else [])

@@ -7,7 +7,6 @@ from pathlib import Path
 import nbformat, yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-DECADES = {"0": "What everything stands on", "1": "The method", "2": "Few-shot learning", "3": "Continual learning", "4": "Explore", "8": "Speed", "9": "Report"}
 config = ConfigParser()
 config.read(ROOT / "settings.ini")
 SETTINGS = config["DEFAULT"]
@@ -15,9 +14,9 @@ SITE = SETTINGS["doc_host"] + SETTINGS["doc_baseurl"]
 
 
 def sections():
-    "The site's pages: a title and the notebooks of each decade."
-    names = sorted(p.name for p in (ROOT / "nbs").glob("[0-9]*.ipynb"))
-    return {title: found for digit, title in DECADES.items() if (found := [n for n in names if n[0] == digit])}
+    "The site's pages, as _quarto.yml lists them: a title and its notebooks."
+    contents = yaml.safe_load((ROOT / "_quarto.yml").read_text())["website"]["sidebar"]["contents"]
+    return {part["section"]: part["contents"] for part in contents if "section" in part}
 
 
 def url(name):
@@ -35,17 +34,16 @@ def links(name):
     "The line under a page's title."
     source = f"{SETTINGS['git_url']}/blob/{SETTINGS['branch']}/nbs/{name}"
     colab = source.replace("https://github.com", "https://colab.research.google.com/github")
-    return nbformat.v4.new_markdown_cell(f"[Notebook]({source}) · [Open in Colab]({colab})")
+    button = "{.btn .btn-sm .btn-outline-primary}" # a class of both renderers' themes
+    return nbformat.v4.new_markdown_cell(f"[Open in Colab]({colab}){button} [Source]({source}){button}")
 
 
 # Quarto
 
 def by_quarto(out):
-    "Render with Quarto, as nbdev_docs does, with our navigation."
+    "Render with Quarto, as nbdev_docs does, with a line of links on each page."
     from nbdev.quarto import refresh_quarto_yml
     refresh_quarto_yml()
-    menu = [{"text": "Home", "href": "index.ipynb"}, *({"section": t, "contents": names} for t, names in sections().items())]
-    (ROOT / "nbs/sidebar.yml").write_text(yaml.safe_dump({"website": {"sidebar": {"contents": menu}}}, sort_keys=False))
     cache = process()
     for path in cache.glob("*.ipynb"):
         nb = nbformat.read(path, 4)
