@@ -14,8 +14,9 @@ from .core import AimError, check_choice
 __all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'matrices', 'pair_products', 'pair_sum',
            'mix', 'mix_grads', 'Steps', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices',
            'normal', 'Attentive', 'unit', 'unit_grad', 'Block', 'block', 'block_rows', 'block_sum', 'block_slopes',
-           'Held', 'moved_queries', 'AIMSteps', 'write_values_', 'write_keys_', 'write_states_', 'Fused', 'AIM',
-           'count_parameters', 'twin_width', 'LinearSteps', 'LinearTwin', 'linear_twin', 'IdentitySteps', 'Identity']
+           'Held', 'or_all', 'bmv', 'moved_queries', 'AIMSteps', 'write_values_', 'write_keys_', 'write_states_',
+           'Fused', 'AIM', 'count_parameters', 'twin_width', 'LinearSteps', 'LinearTwin', 'linear_twin',
+           'IdentitySteps', 'Identity']
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
@@ -316,13 +317,21 @@ class Held(NamedTuple):
     u: torch.Tensor; h: torch.Tensor    # (M, d_k), (M, d_h): dL/dq, and h after the step
     gram: torch.Tensor                  # (B, n) z . z_support
 
+def or_all(active, M) -> list:
+    "The active mechanisms, or all of them where they are most."
+    return list(range(M)) if 4*len(active) > 3*M else active
+
+def bmv(x, W): return torch.bmm(x[:, None], W)[:, 0]    # x_m W_m for every m
+
 def moved_queries(aim, q, u, lr, active) -> tuple:
     "h and the queries after an SGD step with query gradients `u`; nothing is written."
     A = torch.tensor(active, device=q.device)
     h, u = aim.h.index_select(0, A), u.index_select(0, A)
     new, q_new = h.clone(), torch.empty_like(u)
-    for W, h_m, u_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), q_new.unbind()):
-        torch.mv(W.t(), h_m.addmv_(W, u_m, alpha=-lr), out=q_m)
+    if len(A) == aim.M: q_new = bmv(new.sub_(bmv(u, aim.W_Q.mT), alpha=lr), aim.W_Q)
+    else:
+        for W, h_m, u_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), q_new.unbind()):
+            torch.mv(W.t(), h_m.addmv_(W, u_m, alpha=-lr), out=q_m)
     q_new.addcmul_((new*h).sum(-1, keepdim=True), u, value=-lr)
     return aim.h.index_copy(0, A, new), q.index_copy(0, A, q_new)
 
@@ -362,7 +371,7 @@ class AIMSteps(Steps):
         aim, n, a, mask, g = self.layer, self.n, self.a[:self.n], self.mask_in, self._unit_grad(g)
         ds = self._score_slopes(block_slopes([self.own], g, aim.M), a, mask)
         dk, u, gram = ds @ self.q, ds.t() @ self.k[:n], self.z @ self.z[:n].t()
-        h, self.q = moved_queries(aim, self.q, u, lr, mask.any(0).nonzero()[:, 0].tolist())
+        h, self.q = moved_queries(aim, self.q, u, lr, or_all(mask.any(0).nonzero()[:, 0].tolist(), aim.M))
         self.k = torch.addmm(self.k, gram if aim.b_K is None else gram + 1, dk, alpha=-lr)     # the key bias moves like the weight of a constant feature 1
         self.held = Held(lr, a*mask, g, dk, u, h, gram)
         self.a = aim.scores(self.k, self.q)
@@ -379,7 +388,7 @@ class AIMSteps(Steps):
         write_values_(self, g, lr, held_rate)
         write_keys_(self, (ds @ self.q).mul_(lr), held_rate)
         active = sorted({m for b in self.blocks for m in b.p.active})
-        aim._remember(write_states_(self, ds.t() @ self.k, lr, held_rate, active))
+        aim._remember(write_states_(self, ds.t() @ self.k, lr, held_rate, or_all(active, aim.M)))
 
 # %% ../nbs/10_aim.ipynb #0730114a
 def write_values_(s, g, lr, held_rate):
@@ -409,9 +418,13 @@ def write_states_(s, u, lr, held_rate, active):
         h1, u1 = held.h.index_select(0, A), held.u.index_select(0, A)
         left, right = torch.stack([h*held_rate, h1*lr], 1), torch.stack([u1, u], 1)
         new = torch.addcmul(h1 if held_rate else h, (u1*u).sum(-1, keepdim=True), h, value=lr*held.lr)
-    for W, h_m, u_m, left_m, right_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), left.unbind(), right.unbind(), q.unbind()):
-        h_m.addmv_(W, u_m, alpha=-lr)
-        torch.mv(W.addmm_(left_m.t(), right_m, alpha=-1).t(), h_m, out=q_m)
+    if len(A) == aim.M:
+        new = torch.sub(new, bmv(u, aim.W_Q.mT), alpha=lr)
+        q = bmv(new, aim.W_Q.baddbmm_(left.mT, right, alpha=-1))
+    else:
+        for W, h_m, u_m, left_m, right_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), left.unbind(), right.unbind(), q.unbind()):
+            h_m.addmv_(W, u_m, alpha=-lr)
+            torch.mv(W.addmm_(left_m.t(), right_m, alpha=-1).t(), h_m, out=q_m)
     aim.h.index_copy_(0, A, new)
     return s.q_slow.index_copy(0, A, q)
 

@@ -75,9 +75,9 @@ class _Step(NamedTuple):
     "One refinement step as the backward pass needs it."
     c: Tensor; beta: Tensor; g: Tensor; net: tuple; rho: Tensor; sigma: Tensor; Grho: Tensor; nu: Tensor; inv: Tensor; c_next: Tensor; beta_next: Tensor
 
-def _refine(p, G, c, beta) -> _Step:
+def _refine(p, shift, G, c, beta) -> _Step: # shift = scale*bias
     "One synthetic gradient step in terms of cosines `c` (..., q, n_way) and `beta` (..., 1, n_way)."
-    g, net = _dni(p, torch.addcmul(p.scale*p.bias, c, p.scale))
+    g, net = _dni(p, torch.addcmul(shift, c, p.scale))
     rho = beta*g
     sigma, Grho = (rho*c).sum(-2, keepdim=True), G @ rho
     nu = torch.addcmul((rho*Grho).sum(-2, keepdim=True), sigma, sigma, value=-1).add_(1)
@@ -104,11 +104,11 @@ def _norm(h, g, c, E):
 def _dni(p, s):
     "`plain_dni` for scores (q, n_way) or (E, q, n_way), and what its backward pass needs."
     E, x = 1 if s.dim() == 2 else len(s), _rows(s)
-    h1 = torch.addmm(p.b1, x, p.W1.t()).relu_()
+    h1 = F.linear(x, p.W1, p.b1).relu_()
     y1, s1 = _norm(h1, p.g1, p.c1, E)
-    h2 = torch.addmm(p.b2, y1, p.W2.t()).relu_()
+    h2 = F.linear(y1, p.W2, p.b2).relu_()
     y2, s2 = _norm(h2, p.g2, p.c2, E)
-    return _unrows(torch.addmm(p.b3, y2, p.W3.t()), s), (E, x, h1, y1, s1, h2, y2, s2)
+    return _unrows(F.linear(y2, p.W3, p.b3), s), (E, x, h1, y1, s1, h2, y2, s2)
 
 # %% ../nbs/12_sib.ipynb #ae251d85
 def sib_refine(
@@ -119,11 +119,11 @@ def sib_refine(
     steps=3, eps=1e-3,
 ) -> tuple:
     "Logits (..., q, n_way) and the tape of steps."
-    beta, tape = eps*p.scale/(norm*norm).mT, []
+    shift, beta, tape = p.scale*p.bias, eps*p.scale/(norm*norm).mT, []
     for _ in range(steps):
-        tape.append(_refine(p, G, c, beta))
+        tape.append(_refine(p, shift, G, c, beta))
         c, beta = tape[-1].c_next, tape[-1].beta_next
-    return torch.addcmul(p.scale*p.bias, c, p.scale), tape
+    return torch.addcmul(shift, c, p.scale), tape
 
 # %% ../nbs/12_sib.ipynb #ccd7b2b8
 class _Saved(NamedTuple):
@@ -167,13 +167,15 @@ def _refine_back(p, G, st: _Step, dc, dbeta) -> _Back:
     return _Back(dc, (drho*st.g).sum(-2, keepdim=True).addcdiv_(dbeta, st.nu), minus, ds, net)
 
 # %% ../nbs/12_sib.ipynb #be71134b
+_batch_norm_back, _relu_back = torch.ops.aten.native_batch_norm_backward.default, torch.ops.aten.threshold_backward.default   # looked up once: the name costs more than the work
+
 def _norm_back(dy, h, g, stats, E):
     "Gradients of `_norm` with respect to its input (through the relu before it), scale and shift."
     table = (-1, E*h.shape[1])
-    dh, dg, dc = torch.ops.aten.native_batch_norm_backward(dy.view(table), h.view(table), g.repeat(E) if E > 1 else g,
+    dh, dg, dc = _batch_norm_back(dy.view(table), h.view(table), g.repeat(E) if E > 1 else g,
                                                            None, None, *stats, True, _BN_EPS, [True, True, True])
     if E > 1: dg, dc = dg.view(E, -1).sum(0), dc.view(E, -1).sum(0)
-    return torch.ops.aten.threshold_backward(dh.view_as(h), h, 0), dg, dc
+    return _relu_back(dh.view_as(h), h, 0), dg, dc
 
 def _dni_back(p, net, dg):
     "Gradient with respect to the scores, and the pieces of the weights' gradients."
