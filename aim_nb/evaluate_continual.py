@@ -4,7 +4,7 @@
 
 # %% ../nbs/15_evaluate_continual.ipynb #ce6baf27
 from __future__ import annotations
-import contextlib, copy, functools, json, math, statistics
+import contextlib, copy, functools, json, math, statistics, warnings
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.optim.adam import adam as adam_
 from .aim import AIM, LinearTwin, mix, unit, unit_grad
 from .anml import ANML, FastLastNorm, FastP
+from .checkpoints import tensors_sha
 from .core import AimError, Budget, Protocol, atomic_write, check_choice, progress, torch_rng
 from .tasks import Trajectory, draw_trajectory, eval_view, policy
 
@@ -458,9 +459,18 @@ def best_mode(scores):
 # %% ../nbs/15_evaluate_continual.ipynb #9e36ef05
 class Store:
     "Finished outcomes by name, on disk where a path is given."
-    def __init__(self, path=None):
-        self.path, self.done = path and Path(path), {}
-        if self.path and self.path.exists(): self.done = json.loads(self.path.read_text())
+    def __init__(self, path=None, of=""):   # of: the hash of the weights that they belong to
+        self.path, self.of, self.done = path and Path(path), of, {}
+        if self.path and self.path.exists(): self.done = self.read()
+
+    def read(self) -> dict:
+        "What the file holds; nothing, and a word about it, if it is damaged or another network's."
+        try:
+            found = json.loads(self.path.read_text())
+            if found["of"] == self.of: return {k: list(Outcome(*v)) for k, v in found["done"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError): pass
+        warnings.warn(f"{self.path} is damaged or belongs to other weights; its trajectories are run again.")
+        return {}
 
     def __contains__(self, name): return name in self.done
     def __getitem__(self, name): return Outcome(*self.done[name])
@@ -468,9 +478,9 @@ class Store:
     def add(self, outcomes):
         "Keep a dictionary of outcomes."
         self.done.update({k: list(v) for k, v in outcomes.items()})
-        if self.path: atomic_write(self.path, json.dumps(self.done))
+        if self.path: atomic_write(self.path, json.dumps(dict(of=self.of, done=self.done)))
 
-# %% ../nbs/15_evaluate_continual.ipynb #cb98212c
+# %% ../nbs/15_evaluate_continual.ipynb #eb9049b4
 @contextlib.contextmanager
 def evaluating(net):
     "The network in evaluation mode, then as it was: AIM takes its best K."
@@ -488,7 +498,8 @@ class Setting:
         device="cpu",
         group=20):            # MB of output layers and moments that advance together: more than the cache holds is slower
         self.net, self.bank, self.norm, self.protocol, self.seed, self.device, self.group = net, bank, norm, protocol, seed, device, group
-        self.update, self.store, self.n_train, self.cache = update or protocol.metatest_update, Store(store), n_train, None
+        self.update, self.n_train, self.cache = update or protocol.metatest_update, n_train, None
+        self.store = Store(store, tensors_sha(net.state_dict()) if store else "")
 
     def rows(self, stream): return metatest_rows(self.bank, self.protocol.protocol, "val" if stream == "val" else "test")
     def available(self, stream): return len(self.rows(stream)[0])
