@@ -12,7 +12,7 @@ cfg = config["DEFAULT"]
 def words(key): return cfg.get(key, "").split()
 
 
-notebooks, dev = words("notebooks_requirements"), words("dev_requirements")
+notebooks, sweep, dev = (words(f"{part}_requirements") for part in ("notebooks", "sweep", "dev"))
 setup(
     name=cfg["lib_name"], version=cfg["version"], license="MIT",
     description=cfg["description"], keywords=words("keywords"),
@@ -22,7 +22,7 @@ setup(
     packages=find_packages(include=["aim_nb", "aim_nb.*"]), include_package_data=True,
     package_data={"aim_nb": ["paper_data/*", "weights/*"]},
     install_requires=words("requirements"),
-    extras_require={"notebooks": notebooks, "dev": notebooks + dev},
+    extras_require={"notebooks": notebooks, "sweep": sweep, "dev": [*notebooks, *sweep, *dev]},
     python_requires=">=" + cfg["min_python"],
     entry_points={"console_scripts": words("console_scripts"), "nbdev": [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"]},
     zip_safe=False,

@@ -19,11 +19,11 @@ from .records import kept_dir, read_records, record_key, records_dir
 # %% auto #0
 __all__ = ['LISTS', 'EXPAND', 'FUNCTIONS', 'IMAGES', 'MACS', 'COST', 'read_plan', 'typed', 'choices', 'parameter_sets', 'Run',
            'fewshot_runs', 'ablation_runs', 'continual_runs', 'full', 'budget_of', 'question', 'check_run', 'expand',
-           'name', 'Item', 'bank_of', 'steps_in', 'look_up', 'survey', 'sizes_of', 'backbone_seconds',
-           'fewshot_seconds', 'continual_seconds', 'seconds', 'backbone_question', 'memory', 'estimate', 'Job',
-           'features_job', 'jobs_of', 'sweep_file', 'alone', 'logged', 'make_features', 'make_record', 'work',
-           'need_distributed', 'cores', 'local_cluster', 'user_cluster', 'Watch', 'why', 'settle', 'hand_in', 'oversee',
-           'overview', 'sweep']
+           'name', 'Item', 'bank_of', 'steps_in', 'training_folder', 'look_up', 'survey', 'sizes_of',
+           'backbone_seconds', 'training_seconds', 'continual_scale', 'testing_seconds', 'seconds', 'backbone_question',
+           'total_seconds', 'memory', 'estimate', 'Job', 'features_job', 'jobs_of', 'sweep_file', 'alone', 'logged',
+           'make_features', 'make_record', 'work', 'need_distributed', 'cores', 'local_cluster', 'user_cluster',
+           'Watch', 'why', 'settle', 'hand_in', 'oversee', 'overview', 'sweep']
 
 # %% ../nbs/19_sweep.ipynb #7d95e4dc
 def read_plan(
@@ -178,11 +178,14 @@ def steps_in(folder) -> int:
     return max((int(p.stem.partition("-")[2]) for p in folder.glob("step-*.safetensors")), default=0)
 
 # %% ../nbs/19_sweep.ipynb #9f692b87
+def training_folder(run, data_sha="") -> Path:
+    "Where its training keeps checkpoints; runs that differ only at test share it."
+    return {"fewshot": train_fewshot, "continual": train_continual}[run.task].training_checkpoints(question(run, data_sha)).dir
+
 def look_up(run, done) -> Item:
     "How far a run is; `done` are the keys of records."
-    identity = question(run, bank_of(run).sha)
-    folder = {"fewshot": train_fewshot, "continual": train_continual}[run.task].training_checkpoints(identity).dir
-    key, step = record_key(identity), steps_in(folder)
+    key, folder = record_key(question(run, bank_of(run).sha)), training_folder(run, bank_of(run).sha)
+    step = steps_in(folder)
     return Item(run, key, "done" if key in done else "partly" if step else "to do", step, folder)
 
 def survey(
@@ -198,8 +201,8 @@ def survey(
 IMAGES = {"cifar-fs": (38_400, 21_600, 32), "cifar100": (30_000, 20_000, 32), "mini-imagenet": (38_400, 21_600, 80), "omniglot": (18_020, 14_440, 28), "glyphs": (12_000, 13_280, 28)} # train, val + test, pixels
 MACS = {"conv4": {28: 14.2e6, 32: 14.2e6, 80: 88.5e6}, "wrn-28-10": {28: 5.24e9, 32: 5.24e9, 80: 8.19e9}} # forward, an image
 COST = dict( # seconds on one core
-    trained={"conv4": 1/6.4e9, "wrn-28-10": 1/10e9}, # a forward multiply-add of an image that is trained on: there and back
-    seen={"conv4": 1/24e9, "wrn-28-10": 1/30e9},     # of one that is only looked at
+    trained={"conv4": 1/6.4e9, "wrn-28-10": 1/8e9}, # a forward multiply-add of an image that is trained on: there and back
+    seen={"conv4": 1/24e9, "wrn-28-10": 1/33e9},     # of one that is only looked at
     step={"sib": {256: .003, 640: .004, 1600: .004}, "sib+linear": {256: .047, 640: .2, 1600: .5}, "sib+aim": {256: .02, 640: .075, 1600: .13}},
     episode={"sib": {256: .0003, 640: .0005, 1600: .0008}, "sib+linear": {256: .01, 640: .02, 1600: .05}, "sib+aim": {256: .0013, 640: .003, 1600: .0043}}, # validated or tested
     outer={"oml": 1., "oml+linear": 1.5, "oml+aim": 1.5, "anml": 1.85, "anml+aim": 2.7}, # a continual outer step, Omniglot, the paper's width
@@ -220,26 +223,35 @@ def backbone_seconds(run) -> float:
     epochs = b.pretrain_epochs + (10 if b.pretrain_schedule == "release" else 0) # with its warm-up
     return share*MACS[name][px]*(epochs*train*COST["trained"][name] + (max(b.views, 1)*train + rest)*COST["seen"][name])
 
-def fewshot_seconds(run) -> float:
-    "Meta-training, validating and testing on given features."
-    b, s, d = budget_of(run), full(run), sizes_of(run)[-1]
-    step = COST["step"][s["method"]][d]*((s["K"]/8)**.42 if s["method"] == "sib+aim" else 1)
-    return b.steps*step + (b.val_episodes*b.steps/b.val_every + b.test_episodes)*COST["episode"][s["method"]][d]
+def training_seconds(run) -> float:
+    "Meta-training with its validations, on given features."
+    b, s, (_, _, px, d) = budget_of(run), full(run), sizes_of(run)
+    if run.task == "continual": return b.steps*COST["outer"][s["method"]]*continual_scale(run)
+    more = (s["K"]/8)**.42 if s["method"] == "sib+aim" else 1
+    return b.steps*(COST["step"][s["method"]][d]*more + b.val_episodes/b.val_every*COST["episode"][s["method"]][d])
+
+def continual_scale(run) -> float:
+    "The cost of a step beside that on Omniglot at the paper's width; narrow networks lose some efficiency."
+    family, px = full(run)["method"].partition("+")[0], sizes_of(run)[2]
+    return COST["scale"][family][px]*((budget_of(run).width or 112)/112)**1.5
 
 # %% ../nbs/19_sweep.ipynb #d17ae8d9
-def continual_seconds(run) -> float:
-    "Meta-training and meta-testing."
+def testing_seconds(run) -> float:
+    "Testing, or meta-testing with its search for rates."
     b, s = budget_of(run), full(run)
-    px, narrow = sizes_of(run)[2], ((b.width or 112)/112)**1.5 # narrow networks lose some efficiency
+    if run.task == "fewshot": return b.test_episodes*COST["episode"][s["method"]][sizes_of(run)[3]]
     family, _, layer = s["method"].partition("+")
-    fast = layer and s["protocol"].get("metatest_update") == "fast"
     longest = dict(omniglot=9000, glyphs=9000, cifar100=900).get(s["dataset"], 600)
     seen = min(longest, 15*b.classes or longest)*(b.runs + b.rates*b.rate_runs)
-    return narrow*COST["scale"][family][px]*(COST["outer"][s["method"]]*b.steps + fast*COST["fast"][family]*seen) + COST["head"]*seen
+    moving = COST["fast"][family]*continual_scale(run) if layer and s["protocol"].get("metatest_update") == "fast" else 0
+    return seen*(COST["head"] + moving)
 
-def seconds(run) -> float:
+def seconds(
+    run,
+    trained=0., # seconds of its training that another run does
+) -> float:
     "About how long a run takes on one core, its backbone not counted."
-    return fewshot_seconds(run) if run.task == "fewshot" else continual_seconds(run)
+    return max(0., training_seconds(run) - trained) + testing_seconds(run)
 
 # %% ../nbs/19_sweep.ipynb #a0b04225
 def backbone_question(run) -> dict:
@@ -248,6 +260,13 @@ def backbone_question(run) -> dict:
     return _pick(s, ("dataset", "data_root", "backbone", "backbone_seed")) | _pick(b.asdict(), ("classes", "views", "pretrain_epochs", "pretrain_schedule", "val_episodes"))
 
 # %% ../nbs/19_sweep.ipynb #772e404b
+def total_seconds(runs) -> float:
+    "All of them on one core, backbones and shared trainings counted once."
+    trainings, backbones = {}, {content_key(backbone_question(r)): r for r in runs if r.task == "fewshot"}
+    for r in runs: trainings[training_folder(r)] = max(training_seconds(r), trainings.get(training_folder(r), 0))
+    return sum(trainings.values()) + sum(map(testing_seconds, runs)) + sum(map(backbone_seconds, backbones.values()))
+
+# %% ../nbs/19_sweep.ipynb #f68dfb72
 def memory(runs) -> float:
     "Bytes of the largest of them: Python and torch, the features, the model with its optimiser."
     def one(run):
@@ -264,8 +283,7 @@ def estimate(
     "About how many seconds on one core and how many bytes a notebook takes; None where it trains nothing."
     if stem not in EXPAND: return None
     runs = EXPAND[stem](values)
-    backbones = {content_key(backbone_question(r)): r for r in runs if r.task == "fewshot"}
-    return sum(map(seconds, runs)) + sum(map(backbone_seconds, backbones.values())), memory(runs)
+    return total_seconds(runs), memory(runs)
 
 # %% ../nbs/19_sweep.ipynb #6540e1b0
 class Job(NamedTuple):
@@ -301,11 +319,11 @@ def jobs_of(
             features.setdefault(job.key, job)
     made = list(features.values())
     for chain in chains.values():
-        before = ()
+        before, trained = (), 0.
         for rank, item in sorted(chain, key=lambda x: (budget_of(x[1].run).steps, x[0])):
             below = ("features-" + content_key(backbone_question(item.run)),) if item.run.task == "fewshot" else ()
-            made.append(Job(item.key, name(item.run), item.run, False, below + before, seconds(item.run), rank, item.folder, item.step))
-            before = (item.key,)
+            made.append(Job(item.key, name(item.run), item.run, False, below + before, seconds(item.run, trained), rank, item.folder, item.step))
+            before, trained = (item.key,), training_seconds(item.run)
     return made
 
 # %% ../nbs/19_sweep.ipynb #029ee096
@@ -369,7 +387,7 @@ def local_cluster(workers):
 
 # %% ../nbs/19_sweep.ipynb #313305ec
 @contextlib.contextmanager
-def user_cluster(address, timeout=30):
+def user_cluster(address, timeout=15):
     "A client of the user's scheduler, once it has workers of one thread each."
     d = need_distributed()
     try: client = d.Client(address, timeout=timeout)
@@ -435,10 +453,12 @@ def oversee(client, jobs, retries, tell, every) -> Watch:
     "Hand the jobs in and tell what comes of them, until all are settled."
     watch, ended = Watch(jobs, max(1, len(client.nthreads()))), queue.SimpleQueue()
     futures = hand_in(client, jobs, retries)
-    for key, f in futures.items(): f.add_done_callback(lambda f, key=key: ended.put(key))
+    listen = lambda key: futures[key].add_done_callback(lambda _: ended.put(key))
+    for key in futures: listen(key)
     while len(watch.done) + len(watch.failed) < len(jobs):
         try: key = ended.get(timeout=every)
         except queue.Empty: tell(watch.line()); continue
+        if futures[key].status == "pending": listen(key); continue # it ended on a worker that has died since: dask asks another one, which finds the record
         tell(settle(watch, watch.jobs[key], futures))
         if not watch.jobs[key].features: tell(watch.line())
     return watch
@@ -454,8 +474,8 @@ def overview(
     lines.append(f"{len(items)} runs: " + ", ".join(f"{n} {s}" for s, n in count.items() if n))
     known = [i for i in items if i.state != "no data"]
     missing = {i.run.settings["dataset"] for i in items if i.state == "no data"}
-    rest = sum(seconds(i.run) for i in items if i.state == "no data")
-    work = sum(j.seconds*(1 - j.step/budget_of(j.run).steps) for j in jobs_of(known)) + rest
+    rest = total_seconds([i.run for i in items if i.state == "no data"])
+    work = sum(j.seconds*max(0, 1 - j.step/budget_of(j.run).steps) for j in jobs_of(known)) + rest
     if work: lines.append(f"about {spell(work)} on one core, {spell(work/workers)} on {workers}, within a factor of two")
     return lines + [f"{d} is not here: aim-nb data prepare {d}" for d in sorted(missing)]
 
@@ -469,12 +489,13 @@ def sweep(
     every=60.,    # seconds between words about how it stands
 ) -> dict: # key -> why, of the runs that failed
     "Make every run of a plan that is not recorded yet."
-    items = survey(expand(plan), build=True)
-    jobs = jobs_of(items)
+    runs = expand(plan)
+    need_distributed()
+    jobs = jobs_of(items := survey(runs, build=True))
     if not jobs: tell(f"all {len(items)} runs are recorded already"); return {}
     tell("\n".join(overview(items)[-2:]))
-    runs = sum(not j.features for j in jobs)
-    with user_cluster(scheduler) if scheduler else local_cluster(min(workers or cores(), runs)) as client: watch = oversee(client, jobs, retries, tell, every)
+    most = sum(i.state != "done" for i in items)
+    with user_cluster(scheduler) if scheduler else local_cluster(min(workers or cores(), most)) as client: watch = oversee(client, jobs, retries, tell, every)
     tell(watch.line())
     for key in watch.failed: tell(f"failed: {watch.jobs[key].name}: {watch.failed[key]}")
     return watch.failed
