@@ -8,10 +8,10 @@ import math
 from typing import NamedTuple
 import numpy as np
 from . import activation, viz
-from .core import Protocol, content_key
+from .core import content_key
 from .paper import Seeds, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, reached, seed_summary
 from .records import field, read_records, record_name
-from .tables import ablation_table, continual_curve, continual_table, fewshot_table, method_label, present, table_csv, table_markdown, variant
+from .tables import ablation_table, continual_curve, continual_table, fewshot_table, method_label, moved_switches, present, table_csv, table_markdown, variant
 
 # %% auto #0
 __all__ = ['AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
@@ -55,7 +55,7 @@ def coordinates(rec) -> dict:
     "What a record is a measurement of, but for the seed."
     q, known = rec["parameters"], ("K", "l", "decision")
     own = {k: q[k] for k in ("backbone", "n_shot", "K", "l") if k in q} | ({"decision": rec["protocol"]["decision"]} if "K" in q else {})
-    other = variant(rec, known) if rec["task"] in ("fewshot", "continual") else ", ".join(f"{k}={v}" for k, v in Protocol(**rec["protocol"]).changed().items())
+    other = variant(rec, known) if rec["task"] in ("fewshot", "continual") else ", ".join(f"{k}={v}" for k, v in moved_switches(rec).items())
     if q.get("masks_of") == "slow" and "sib" in rec["method"]: other += "slow weights"
     return own | dict(task=rec["task"], dataset=rec["dataset"], method=rec["method"], budget=rec["budget"]["name"], steps=rec["budget"]["steps"], other=other,
                       data=rec["data_sha"], plan=content_key(rec["budget"], 6))
@@ -225,7 +225,7 @@ def cell_rows(records) -> list:
     out = []
     for table in (*FEWSHOT_TABLES, "continualz"):
         rows = fewshot if table == "few-shot" else rows_of(table, records)
-        plain = [r for r in (rows if table == "continualz" else fewshot) if r["ours"] is not None]
+        plain = [r for r in (rows if table == "continualz" else fewshot) if r["ours"] is not None and r["variant"] in PAPERS_OWN]
         out += [r | dict(table=table, covered=r["ours"] is not None and r["paper"] is not None and r["variant"] in PAPERS_OWN and reached(r, plain)) for r in rows]
     return out
 

@@ -10,10 +10,12 @@ import pandas as pd
 from .core import CONTINUAL_METHODS, FEWSHOT_METHODS, Protocol, check_choice, content_key
 from .paper import comparability, compare, hyper, judge, paper_table
 from .records import field
+from .train_continual import norm_of
 
 # %% auto #0
-__all__ = ['METHODS', 'NAMES', 'ABLATIONS', 'method_label', 'variant', 'fewshot_table', 'present', 'table_markdown', 'table_text',
-           'table_csv', 'show_table', 'ablation_table', 'continual_curve', 'continual_table']
+__all__ = ['METHODS', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'fewshot_table', 'present',
+           'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table', 'continual_curve',
+           'continual_table']
 
 # %% ../nbs/17_tables.ipynb #c0418ddb
 METHODS = (*FEWSHOT_METHODS, *CONTINUAL_METHODS)
@@ -23,6 +25,13 @@ def method_label(method) -> str:
     return "+".join({"linear": "Linear"}.get(part, part.upper()) for part in method.split("+"))
 
 # %% ../nbs/17_tables.ipynb #3260364d
+def moved_switches(rec) -> dict:
+    "The switches of a record that do not stand where its method has them: the default, or ANML's own norm."
+    moved = Protocol(**rec["protocol"]).changed()
+    if "sib" in rec["method"]: return moved
+    norm = rec["protocol"]["norm"]
+    return {k: v for k, v in moved.items() if k != "norm"} | ({"norm": norm} if norm != norm_of(rec["method"], "own") else {})
+
 def variant(
     rec,      # a record
     known=(), # what the table's own columns already say
@@ -30,7 +39,7 @@ def variant(
     "What was asked for besides the paper's setting: changed switches, and M, K, l."
     usual = {k: hyper(rec["task"])[k].value for k in ("M", "K", "l")}
     other = {k: v for k, v in rec["parameters"].items() if k in usual and v != usual[k]} if "aim" in rec["method"] else {}
-    other |= Protocol(**rec["protocol"]).changed()
+    other |= moved_switches(rec)
     return ", ".join(f"{k}={v}" for k, v in other.items() if k not in known)
 
 def _question(rec):

@@ -14,6 +14,7 @@ from aim_nb import activation, findings
 from aim_nb.core import Protocol, budget
 from aim_nb.paper import bands, claims, errata, paper_cells, paper_labels, paper_table, paper_value
 from aim_nb.records import new_record, save_record
+from aim_nb.train_continual import norm_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,12 +28,12 @@ def fewshot(method="sib", shift=0., name="paper", seed=0, dataset="cifar-fs", n_
     return new_record("fewshot", dataset, method, seed, budget(name), Protocol(decision=decision, **protocol), parameters, "0", dict(accuracy=base + shift, ci95=ci95))
 
 
-def continual(method="oml", shift=0., name="paper", dataset="omniglot"):
+def continual(method="oml", shift=0., name="paper", dataset="omniglot", norm="own"):
     "A made-up continual record, `shift` points from the paper's figures."
     rows = paper_table("continualz", dataset=dataset, method=method)
     test = [[r["accuracy"] + shift + e for r in rows] for e in (-.2, .2)]
     metrics = dict(n_classes=[r["n_classes"] for r in rows], test=test, train=[[min(100., a + 2) for a in run] for run in test], accuracy=50., ci95=1.)
-    return new_record("continual", dataset, method, 0, budget(name, "continual"), Protocol(), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
+    return new_record("continual", dataset, method, 0, budget(name, "continual"), Protocol(norm=norm_of(method, norm)), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
 
 
 def use(dataset="cifar-fs", method="sib+aim", n_shot=1, last=None, name="paper"):
@@ -93,6 +94,14 @@ def test_a_stronger_plain_method_counts_on_omniglot():
     points = {n for n in bands("oml") if n in {r["n_classes"] for r in paper_table("continualz", dataset="omniglot")}}
     assert len(points) >= 4 and covered(records) == 2*len(paper_table("continualz", dataset="omniglot", method="oml"))
     assert covered([continual("oml", -30.), continual("oml+aim", 1.)]) == 0
+
+
+def test_another_norm_is_another_setting():
+    "A plain method with the other norm neither counts nor makes its AIM count."
+    n = len(paper_table("continualz", dataset="omniglot", method="anml"))
+    assert covered([continual("anml"), continual("anml+aim", 1.)]) == 2*n
+    assert covered([continual("anml", norm="affine"), continual("anml+aim", 1.)]) == 0
+    assert list(findings.all_figures([continual("anml"), continual("anml", norm="affine")])) == ["benchmark_continual_omniglot"]
 
 
 def test_figures_need_all_their_parts():
