@@ -18,7 +18,7 @@ START = time.time()
 
 class Tally:
     "Counts every fault that the tests inject: what, how often, how it ended, and how often something was lost."
-    def __init__(self): self.rows, self.figures = {}, []
+    def __init__(self): self.rows, self.figures, self.failed = {}, [], 0
 
     def add(self, what, ended, lost=False, n=1):
         row = self.rows.setdefault((what, ended), [0, 0]); row[0] += n; row[1] += bool(lost)
@@ -60,13 +60,20 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     terminalreporter.write_sep("=", "faults injected")
     terminalreporter.write_line(TALLY.table())
     for f in TALLY.figures: terminalreporter.write_line(f"{f['what']}: {f['value']:.2f} {f['unit']}")
-    if path := config.getoption("--faults"): write_faults(path, exitstatus)
 
 
-def write_faults(path, exitstatus):
+def pytest_runtest_logreport(report):
+    TALLY.failed += report.failed
+
+
+def pytest_runtest_teardown(item, nextitem):
+    "After each test the table is written where `--faults` says, so that a session that is stopped keeps what it has."
+    path = item.config.getoption("--faults")
+    if not path or not TALLY.rows: return
     import torch
     here = dict(python=".".join(map(str, sys.version_info[:3])), torch=torch.__version__, system=sys.platform)
-    Path(path).write_text(json.dumps(dict(passed=not exitstatus, minutes=round((time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.figures), indent=1) + "\n")
+    left = 0 if nextitem is None else len(item.session.items) - item.session.items.index(nextitem)
+    Path(path).write_text(json.dumps(dict(left=left, failed=TALLY.failed, minutes=round((time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.figures), indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -81,6 +81,7 @@ def suite_notebooks(tmp, env):
 def suite_pytest(tmp, env):
     "What no notebook owns."
     xml = tmp / "pytest.xml"
+    if any((tmp / "runs/records").glob("*.json")): env = {**env, "AIM_FIRST_RUNS": str(tmp / "runs")} # what the notebooks left, to be compared with a second run
     code, out = run(BIN / "python", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={xml}", "tests", env=env)
     cases = list(ElementTree.parse(xml).getroot().iter("testcase")) if xml.exists() else []
     bad = [f"{c.get('classname')}::{c.get('name')}" for c in cases if c.find("failure") is not None or c.find("error") is not None]

@@ -1,5 +1,5 @@
 """Readers of files from anywhere, and AIM, under inputs that nobody chose: an answer or one clear sentence, never anything else, and nothing written or run."""
-import bz2, contextlib, gzip, io, json, os, pickle, resource, struct, tarfile, tempfile, warnings, zipfile, zlib
+import gzip, io, json, os, pickle, resource, struct, tarfile, tempfile, warnings, zipfile, zlib
 from pathlib import Path
 
 import numpy as np
@@ -228,7 +228,7 @@ def lying_zip(path, size, says):
 def test_zip_bombs(place, tally, many):
     "One that lies about its size, and methods without a bound; honest ones in `test_banks`."
     for says in (10, 1 << 20):
-        lying_zip(place/"lie.zip", many(64, 2048) << 20, says)
+        lying_zip(place/"lie.zip", many(64, 1024) << 20, says)
         refused_in(tally, "zip bomb that says it is small", lambda: read_all(place/"lie.zip"), place/"said", 48 << 20 if many(1, 0) else 300 << 20)
     for method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
         make_zip(place/"other.zip", {"a.png": bytes(64 << 20)}, method)
@@ -237,7 +237,7 @@ def test_zip_bombs(place, tally, many):
 
 @pytest.mark.stress
 def test_great_bombs(place, tally):
-    "An honest zip of 20 GB, a tar of 20 GB, many members, a tar whose header is 2 GB, and pictures of a trillion pixels."
+    "An honest zip of one great member, one of very many, a tar of 20 GB, tars whose headers are 2 GB."
     with zipfile.ZipFile(place/"great.zip", "w", zipfile.ZIP_DEFLATED) as z:
         block = bytes(1 << 24)
         with z.open("a.png", "w", force_zip64=True) as f: [f.write(block) for _ in range(40)]

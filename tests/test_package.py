@@ -85,7 +85,8 @@ DRAWS = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multino
          "random_", "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_",
          "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_", "trunc_normal_", "orthogonal_"}
 SEEDED = {"Generator", "PCG64", "SeedSequence", "Philox", "BitGenerator"}
-READS_CODE = {("pickle", "load"), ("pickle", "loads"), ("torch", "load"), ("joblib", "load"), ("marshal", "loads"), ("numpy", "load_pickle")}
+READS_CODE = {(m, f) for m in ("pickle", "torch", "joblib", "marshal", "dill", "cloudpickle", "shelve", "yaml", "jit") for f in ("load", "loads", "open", "unsafe_load", "Unpickler")}
+CODE_READERS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch", "yaml"}
 
 
 def dotted(node):
@@ -100,7 +101,9 @@ def offence(call):
     parts, last = name.split("."), call.func.attr if isinstance(call.func, ast.Attribute) else name
     given = {k.arg for k in call.keywords}
     if name in ("eval", "exec", "compile", "__import__"): return "runs text as code"
-    if tuple(parts[-2:]) in READS_CODE and "weights_only" not in given: return "reads code from data"
+    true = {k.arg for k in call.keywords if isinstance(k.value, ast.Constant) and k.value.value is True}
+    if tuple(parts[-2:]) in READS_CODE and "weights_only" not in true: return "reads code from data"
+    if "allow_pickle" in given and "allow_pickle" in true: return "reads code from data"
     if name in ("torch.manual_seed", "torch.seed", "torch.cuda.manual_seed", "torch.random.manual_seed", "torch.set_rng_state"): return "touches torch's global generator"
     if parts[0] in ("np", "numpy") and parts[1:2] == ["random"] and last not in SEEDED and not (last == "default_rng" and call.args): return "uses numpy's global or an unseeded generator"
     if last == "default_rng" and not call.args and not call.keywords: return "is unseeded"
@@ -110,7 +113,15 @@ def offence(call):
     return ""
 
 
-def offences(source): return [f"line {c.lineno}: {ast.unparse(c.func)} {o}" for c in ast.walk(ast.parse(source)) if isinstance(c, ast.Call) and (o := offence(c))]
+def renamed(node):
+    "A reader of code that is imported under a name of its own, or ''."
+    if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in CODE_READERS: return ""
+    return ", ".join(a.name for a in node.names if a.name in ("load", "loads", "Unpickler", "unsafe_load"))
+
+
+def offences(source):
+    nodes = list(ast.walk(ast.parse(source)))
+    return [f"line {c.lineno}: {ast.unparse(c.func)} {o}" for c in nodes if isinstance(c, ast.Call) and (o := offence(c))] + [f"line {n.lineno}: imports {r} by name" for n in nodes if (r := renamed(n))]
 
 
 @each_module
@@ -118,7 +129,8 @@ def test_no_unseeded_randomness_and_no_code_from_data(path): assert not offences
 
 
 @pytest.mark.parametrize("line", ["torch.randn(3)", "x.normal_()", "np.random.rand(3)", "np.random.default_rng()", "default_rng()", "random.shuffle(x)", "torch.manual_seed(0)",
-                                  "nn.init.kaiming_normal_(w)", "torch.load(f)", "pick" + "le.load(f)", "eval(s)", "exec(s)"])
+                                  "nn.init.kaiming_normal_(w)", "torch.load(f)", "torch.load(f, weights_only=False)", "torch.load(f, weights_only=w)", "torch.jit.load(f)", "np.load(f, allow_pickle=True)", "from pickle import loads",
+                                  "pick" + "le.load(f)", "pickle.Unpickler(f).load()", "eval(s)", "exec(s)"])
 def test_the_scan_finds_offenders(line): assert offences(line)
 
 

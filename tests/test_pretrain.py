@@ -1,11 +1,12 @@
 """Pretraining and feature banks: killed and resumed, reused by key, damaged files, plugged-in modules and arrays."""
-import os, resource, signal, subprocess, sys, textwrap
+import os, resource, signal, sys, textwrap
 from pathlib import Path
 import numpy as np, pytest, torch
+from accidents import Child, warm
 from aim_nb import pretrain
 from aim_nb.banks import Bank
 from aim_nb.checkpoints import load_tensors
-from aim_nb.core import AimError, Budget, numpy_rng, worker_env
+from aim_nb.core import AimError, Budget, numpy_rng
 from aim_nb.pretrain import feature_bank, features_from_arrays, fill_array, pretrained_backbone
 from aim_nb.tasks import draw_episodes
 
@@ -50,8 +51,11 @@ WORKER = TOY + textwrap.dedent('''
 ''')
 
 def work(runs, death=""):
-    p = subprocess.run([sys.executable, "-c", WORKER, death], env=dict(worker_env(), AIM_RUNS=str(runs)), capture_output=True, text=True, timeout=300)
-    return p.returncode, p.stdout, p.stderr
+    "Run the worker in a forked process: exit code and what it said."
+    warm()
+    def run(): os.environ["AIM_RUNS"], sys.argv = str(runs), ["", death]; exec(WORKER, {})
+    child = Child(run, f"{runs}.txt")
+    return child.wait(), child.text, child.text
 
 def products(runs):
     "Weights (without the seconds they took) and features that a worker left."
