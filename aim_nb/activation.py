@@ -364,9 +364,10 @@ def look_figure(
     if image is not None: a.imshow(np.squeeze(image), cmap="gray", vmin=0, vmax=255)
     a.set_axis_off(); a.set_title(seen["classes"][0], fontsize=9)
     colour = [viz.CYCLE[1] if m in seen["off"] and on else viz.CYCLE[0] if on else viz.FAINT for m, on in enumerate(seen["mask"])]
-    b.bar(range(len(colour)), seen["score"], color=colour); b.set(xlabel="mechanism", ylabel="weight", title="blue: active, red: silenced")
+    b.bar(range(len(colour)), seen["score"], color=colour); b.set(xlabel="mechanism", ylabel="weight", title="blue: active" + ", red: silenced"*bool(seen["off"]))
     y = np.arange(len(seen["classes"]))
-    c.barh(y - .2, seen["before"], .4, color=viz.CYCLE[0]); c.barh(y + .2, seen["after"], .4, color=viz.CYCLE[1])
-    c.set(yticks=y, yticklabels=seen["classes"], xlim=(0, 1), title="blue: whole, red: silenced", xlabel=f"probability (first class: {seen['before'][0]:.0%}, then {seen['after'][0]:.0%})")
+    bars, off = [seen["before"], seen["after"]][:1 + bool(seen["off"])], bool(seen["off"])
+    for i, p in enumerate(bars): c.barh(y + .4*i - .2*off, p, .4, color=viz.CYCLE[i])
+    c.set(yticks=y, yticklabels=seen["classes"], xlim=(0, 1), title="blue: whole, red: silenced" if off else "the five classes", xlabel="probability (first class: " + ", then ".join(f"{p[0]:.0%}" for p in bars) + ")")
     c.invert_yaxis(); c.tick_params(axis="y", labelsize=7)
     return fig
