@@ -318,14 +318,14 @@ class Held(NamedTuple):
     gram: torch.Tensor                  # (B, n) z . z_support
 
 def or_all(active, M) -> list:
-    "The active mechanisms, or all of them where they are most."
-    return list(range(M)) if 4*len(active) > 3*M else active
+    "The active mechanisms, or all of them where few are idle."
+    return list(range(M)) if M - len(active) <= 16 else active
 
 def bmv(x, W): return torch.bmm(x[:, None], W)[:, 0]    # x_m W_m for every m
 
 def moved_queries(aim, q, u, lr, active) -> tuple:
     "h and the queries after an SGD step with query gradients `u`; nothing is written."
-    A = torch.tensor(active, device=q.device)
+    A = torch.tensor(active, dtype=torch.long, device=q.device)
     h, u = aim.h.index_select(0, A), u.index_select(0, A)
     new, q_new = h.clone(), torch.empty_like(u)
     if len(A) == aim.M: q_new = bmv(new.sub_(bmv(u, aim.W_Q.mT), alpha=lr), aim.W_Q)
@@ -398,9 +398,9 @@ def write_values_(s, g, lr, held_rate):
     if len(s.blocks) > 1:                       # pairs came late: sort once more
         p = plan(s.known | s.mask)
         Z, at = s.z.index_select(0, p.rows), (p.rows < s.n).nonzero()[:, 0]
-    R = g.index_select(0, p.rows).mul_((s.a*s.mask)[p.rows, p.mech, None]*lr)
-    if held_rate: R.index_add_(0, at, s.held.g[p.rows[at]]*s.held.w[p.rows[at], p.mech[at], None], alpha=held_rate)
-    for W, z_m, r_m in zip(matrices(s.layer.W_M, p.active), Z.split(p.sizes), R.split(p.sizes)): W.addmm_(z_m.t(), r_m, alpha=-1)
+    R = g.index_select(0, p.rows).mul_((s.a*s.mask)[p.rows, p.mech, None]*-lr)
+    if held_rate: R.index_add_(0, at, s.held.g[p.rows[at]]*s.held.w[p.rows[at], p.mech[at], None], alpha=-held_rate)
+    for W, z_m, r_m in zip(matrices(s.layer.W_M, p.active), Z.t().split(p.sizes, 1), R.split(p.sizes)): W.addmm_(z_m, r_m)
 
 def write_keys_(s, dk, held_rate): # (B, d_k), the rate in it
     "W_K and its bias -= both steps."
@@ -411,7 +411,7 @@ def write_keys_(s, dk, held_rate): # (B, d_k), the rate in it
 # %% ../nbs/10_aim.ipynb #4cc4aefe
 def write_states_(s, u, lr, held_rate, active):
     "h and W_Q -= both steps; returns the queries after it."
-    aim, held, A = s.layer, s.held, torch.tensor(active, device=u.device)
+    aim, held, A = s.layer, s.held, torch.tensor(active, dtype=torch.long, device=u.device)
     h, u = aim.h.index_select(0, A), u.index_select(0, A)
     new, left, right, q = h, h[:, None]*lr, u[:, None], torch.empty_like(u)
     if held:

@@ -96,9 +96,9 @@ def _unrows(x, like): # the inverse of `_rows`
 
 def _norm(h, g, c, E):
     "Batch norm of rows (q*E, H) with statistics per episode; returns the output and the statistics."
-    if E > 1: g, c = g.repeat(E), c.repeat(E)
-    y, *stats = torch.native_batch_norm(h.view(-1, E*h.shape[1]), g, c, None, None, True, 0., _BN_EPS)
-    return y.view_as(h), stats
+    if E == 1: y, *stats = torch.native_batch_norm(h, g, c, None, None, True, 0., _BN_EPS)
+    else: y, *stats = torch.native_batch_norm(h.view(-1, E*h.shape[1]), g.repeat(E), c.repeat(E), None, None, True, 0., _BN_EPS)
+    return y if E == 1 else y.view_as(h), stats
 
 # %% ../nbs/12_sib.ipynb #66ad40b4
 def _dni(p, s):
@@ -171,11 +171,12 @@ _batch_norm_back, _relu_back = torch.ops.aten.native_batch_norm_backward.default
 
 def _norm_back(dy, h, g, stats, E):
     "Gradients of `_norm` with respect to its input (through the relu before it), scale and shift."
-    table = (-1, E*h.shape[1])
-    dh, dg, dc = _batch_norm_back(dy.view(table), h.view(table), g.repeat(E) if E > 1 else g,
-                                                           None, None, *stats, True, _BN_EPS, [True, True, True])
-    if E > 1: dg, dc = dg.view(E, -1).sum(0), dc.view(E, -1).sum(0)
-    return _relu_back(dh.view_as(h), h, 0), dg, dc
+    if E == 1: dh, dg, dc = _batch_norm_back(dy, h, g, None, None, *stats, True, _BN_EPS, [True, True, True])
+    else:
+        table = (-1, E*h.shape[1])
+        dh, dg, dc = _batch_norm_back(dy.view(table), h.view(table), g.repeat(E), None, None, *stats, True, _BN_EPS, [True, True, True])
+        dh, dg, dc = dh.view_as(h), dg.view(E, -1).sum(0), dc.view(E, -1).sum(0)
+    return _relu_back(dh, h, 0), dg, dc
 
 def _dni_back(p, net, dg):
     "Gradient with respect to the scores, and the pieces of the weights' gradients."
