@@ -493,9 +493,9 @@ def sweep(
     need_distributed()
     jobs = jobs_of(items := survey(runs, build=True))
     if not jobs: tell(f"all {len(items)} runs are recorded already"); return {}
-    tell("\n".join(overview(items)[-2:]))
-    most = sum(i.state != "done" for i in items)
-    with user_cluster(scheduler) if scheduler else local_cluster(min(workers or cores(), most)) as client: watch = oversee(client, jobs, retries, tell, every)
+    n = min(workers or cores(), sum(i.state != "done" for i in items))
+    tell("\n".join(overview(items, n)[-2:]))
+    with user_cluster(scheduler) if scheduler else local_cluster(n) as client: watch = oversee(client, jobs, retries, tell, every)
     tell(watch.line())
     for key in watch.failed: tell(f"failed: {watch.jobs[key].name}: {watch.failed[key]}")
     return watch.failed
