@@ -422,13 +422,14 @@ class Watch:
         made, failed = (sum(j.key in x for j in runs) for x in (self.done, self.failed))
         return f"{made} of {len(runs)} runs made" + (f", {failed} failed" if failed else "") + (f", about {spell(self.left())} left" if made + failed < len(runs) else f" in {spell(time.monotonic() - self.began)}")
 
-# %% ../nbs/19_sweep.ipynb #1b0481ad
+# %% ../nbs/19_sweep.ipynb #7c67aab3
 def why(error) -> str:
     "An error in a few words."
     if type(error).__name__ == "KilledWorker": return "every worker that tried it died"
     text = " ".join(str(error).split())
     return text if isinstance(error, AimError) else f"{type(error).__name__}: {text[:200]}"
 
+# %% ../nbs/19_sweep.ipynb #39d784be
 def settle(
     watch, job,
     futures, # of all jobs, by key
@@ -496,6 +497,5 @@ def sweep(
     n = min(workers or cores(), sum(i.state != "done" for i in items))
     tell("\n".join(overview(items, n)[-2:]))
     with user_cluster(scheduler) if scheduler else local_cluster(n) as client: watch = oversee(client, jobs, retries, tell, every)
-    tell(watch.line())
     for key in watch.failed: tell(f"failed: {watch.jobs[key].name}: {watch.failed[key]}")
     return watch.failed
