@@ -115,7 +115,7 @@ def file_errors(
     try:
         with disk_errors(path): yield
     except AimError: raise
-    except (OSError, *DAMAGED) as e: raise AimError(f"{path} is damaged or incomplete ({type(e).__name__}: {str(e)[:80]}); delete it and get it again.") from e
+    except (OSError, *DAMAGED) as e: raise AimError(f"{path} is damaged or incomplete ({type(e).__name__}: {' '.join(str(e).split())[:80]}); delete it and get it again.") from e
 
 # %% ../nbs/02_banks.ipynb #3d0b49f6
 def _commit(ready, dir):

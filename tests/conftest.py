@@ -13,7 +13,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 ROOT = Path(__file__).resolve().parent.parent
-START = time.time()
+START, HERE = time.time(), Path.cwd()
 
 
 class Tally:
@@ -73,7 +73,7 @@ def pytest_runtest_teardown(item, nextitem):
     import torch
     here = dict(python=".".join(map(str, sys.version_info[:3])), torch=torch.__version__, system=sys.platform)
     left = 0 if nextitem is None else len(item.session.items) - item.session.items.index(nextitem)
-    Path(path).write_text(json.dumps(dict(left=left, failed=TALLY.failed, minutes=round((time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.figures), indent=1) + "\n")
+    (HERE / path).write_text(json.dumps(dict(left=left, failed=TALLY.failed, minutes=round((time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.figures), indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")

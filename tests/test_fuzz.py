@@ -68,7 +68,7 @@ def equal(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for
 def test_checkpoints(place, tally, many):
     tensors, meta = dict(W=torch.randn(5, 4, generator=torch_rng(1)), n=torch.arange(3), b=torch.tensor([True, False])), dict(step=3, identity=dict(a=1), note="n")
     whole = save_tensors(place/"f", tensors, meta).read_bytes()
-    @searched(many, 60, 3000)
+    @searched(many, 60, 1500)
     @given(damage(whole))
     def check(data):
         (place/"f").write_bytes(data)
@@ -78,7 +78,7 @@ def test_checkpoints(place, tally, many):
 
 def test_checkpoints_of_any_bytes(place, tally, many):
     head = st.builds(lambda n, text, rest: struct.pack("<Q", n) + text + rest, st.integers(0, 2**63), st.sampled_from((b"{}", b'{"W":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4]}}', b'{"__metadata__":{"aim_nb":"{}"}}', b"\x80\x04.")), st.binary(max_size=20))
-    @searched(many, 60, 2000)
+    @searched(many, 60, 1000)
     @given(st.binary(max_size=300) | head)
     def check(data):
         (place/"f").write_bytes(data)
@@ -111,7 +111,7 @@ def test_bank_files(place, tally, many):
     home = tiny_bank(place)/"glyphs"
     wholes = {n: (home/n).read_bytes() for n in ("bank.json", "labels.npy", "split.npy", "images.npy")}
     for name, whole in wholes.items():
-        @searched(many, 25, 500)
+        @searched(many, 25, 300)
         @given(damage(whole[:2000]))
         def check(data):
             (home/name).write_bytes(data + (whole[2000:] if name == "images.npy" else b""))
@@ -124,7 +124,7 @@ def test_bank_files(place, tally, many):
 def test_pickles(place, tally, many):
     d = {"data": np.arange(40, dtype=np.uint8).reshape(10, 4), "labels": list(range(10)), "names": ["a", b"b"], "more": {"x": np.float32(2)}}
     for protocol in range(6):
-        @searched(many, 15, 500)
+        @searched(many, 15, 300)
         @given(damage(pickle.dumps(d, protocol)))
         def check(data): read_or_refuse(tally, "pickle with random damage", lambda: read_pickle(data, "x.pkl"), lambda out: isinstance(out, dict))
         check()
@@ -134,7 +134,7 @@ def test_pickles_that_are_programs(place, tally, many):
     "Opcodes at random with the names that attackers use."
     calls = st.sampled_from(("posix\nsystem", "os\nmkdir", "builtins\neval", "builtins\ngetattr", "numpy\nload", "subprocess\nPopen", "numpy\nndarray", "_codecs\nencode", "collections\nOrderedDict", "numpy.core.multiarray\n_reconstruct"))
     op = st.one_of(calls.map(lambda c: b"c" + c.encode() + b"\n"), st.sampled_from((b"(", b"t", b"R", b"b", b"}", b"]", b"s", b"0", b"\x85", b"\x81", b"o", b"\x93", b"N", b"X\x04\0\0\0pwnd", b"S'pwned'\n", b"r\xff\xff\xff\x7f", b"\x96\xff\xff\xff\xff\xff\x00\x00\x00", b"K\x01", b"q\0", b"h\0")))
-    @searched(many, 60, 3000)
+    @searched(many, 60, 1500)
     @given(st.lists(op, max_size=12))
     def check(ops): read_or_refuse(tally, "pickle of random instructions", lambda: read_pickle(b"\x80\x02" + b"".join(ops) + b".", "x.pkl"), lambda out: isinstance(out, dict))
     check()
@@ -184,14 +184,14 @@ def test_archives(place, tally, many):
         for name, data in members.items(): info = tarfile.TarInfo(name); info.size = len(data); t.addfile(info, io.BytesIO(data))
     for name in ("x.zip", "x.tar.gz"):
         whole = (place/name).read_bytes()
-        @searched(many, 30, 1000)
+        @searched(many, 30, 500)
         @given(damage(whole))
         def check(data):
             (place/name).write_bytes(data)
             with warnings.catch_warnings(): warnings.simplefilter("ignore"); read_or_refuse(tally, f"{'zip' if 'zip' in name else 'tar'} archive with random damage", lambda: read_all(place/name))
         check()
     raw = gzip.decompress(whole)
-    @searched(many, 30, 1000)
+    @searched(many, 30, 500)
     @given(damage(raw))
     def inside(data):
         (place/"x.tar.gz").write_bytes(gzip.compress(data, 1))
@@ -201,11 +201,11 @@ def test_archives(place, tally, many):
 
 def test_names_that_leave_the_archive(place, tally, many):
     part = st.sampled_from(("..", ".", "a", "b.png", "", "C:", "\\", "...", "con", "\u2025", "%2e%2e"))
-    @searched(many, 40, 1000)
+    @searched(many, 40, 500)
     @given(st.lists(part, min_size=1, max_size=5), st.sampled_from(("/", "\\")))
     def check(parts, slash):
         name = slash.join(parts)
-        if not name or "\0" in name: return
+        if not name or name.endswith("/"): return                                               # folders are not read at all
         leaves = ".." in parts or name.startswith(("/", "\\"))
         with warnings.catch_warnings(): warnings.simplefilter("ignore"); make_zip(place/"n.zip", {name: b"x"})
         before = sorted(place.rglob("*"))
@@ -271,7 +271,7 @@ def test_pictures(place, tally, many):
     pixels = numpy_rng("picture").integers(0, 255, (12, 12, 3), dtype=np.uint8)
     for form in ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM"):
         f = io.BytesIO(); Image.fromarray(pixels).save(f, form)
-        @searched(many, 12, 400)
+        @searched(many, 12, 200)
         @given(damage(f.getvalue()))
         def check(data):
             with warnings.catch_warnings(): warnings.simplefilter("ignore"); read_or_refuse(tally, "picture with random damage", lambda: decode(data, "x", "RGB"), lambda im: im.mode == "RGB" and im.width*im.height <= banks.BIG["pixels"])
@@ -288,7 +288,7 @@ def test_records(place, tally, many):
     "A bad record among good ones is named and left out; the good ones stay."
     good, bad = records.save_record(a_record(), place/"r"), place/"r"/"a-bad-one.json"
     whole = good.read_bytes()
-    @searched(many, 60, 2000)
+    @searched(many, 60, 1000)
     @given(damage(whole) | st.binary(max_size=50) | st.just(b"[" * 100_000))
     def check(data):
         bad.write_bytes(data)
@@ -309,7 +309,7 @@ def test_aim_takes_every_shape(tally, many):
     "Any sizes, any leading dimensions, any switches: the shape and finiteness of the output, K mechanisms a row, the same for a row alone; or one sentence."
     sizes = st.fixed_dictionaries(dict(d_in=st.integers(1, 7), d_out=st.integers(1, 7), M=st.integers(1, 6), K=st.integers(0, 7), l=st.integers(0, 3), d_h=st.integers(1, 4), d_k=st.integers(1, 4),
                                        gate=st.sampled_from(("sigmoid", "raw")), decision=st.sampled_from(("hard", "soft")), select=st.sampled_from(("shared", "sample"))))
-    @searched(many, 80, 2000)
+    @searched(many, 80, 1000)
     @given(sizes, st.lists(st.integers(0, 4), max_size=3), st.booleans(), st.integers(0, 99))
     def check(kw, lead, train, seed):
         try: layer = AIM(**kw, generator=torch_rng(seed)).train(train)

@@ -7,6 +7,7 @@ import pytest
 from aim_nb.records import essence, read_record
 
 ROOT = Path(__file__).resolve().parent.parent
+FEW = {"20_fewshot": ("-p", "methods", "sib+aim", "-p", "shots", "1"), "30_continual": ("-p", "methods", "oml+aim")}  # of its rows, in `make test`
 OTHERS = [pytest.param(n, marks=pytest.mark.stress) for n in ("21_fewshot_ablation", "22_fewshot_activation", "31_continual_activation")]
 
 
@@ -20,14 +21,14 @@ def found(runs): return {p.name: essence(read_record(p)) for p in sorted(Path(ru
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
+def first(tmp_path_factory, many):
     "first(name): the records of a first run; those that `make test` has just made with the notebooks, where it tells their place."
     done = {}
     def get(name):
         if name not in done:
             runs = os.environ.get("AIM_FIRST_RUNS") or tmp_path_factory.mktemp("first")
             if not os.environ.get("AIM_FIRST_RUNS"):
-                p = command(name, runs); out = p.communicate()
+                p = command(name, runs, *many(FEW.get(name, ()), ())); out = p.communicate()
                 assert p.returncode == 0, out
             done[name] = found(runs)
         return done[name]
@@ -36,8 +37,8 @@ def first(tmp_path_factory):
 
 @pytest.mark.both
 @pytest.mark.parametrize("name", ["20_fewshot", "30_continual", *OTHERS])
-def test_same_seed_same_records(name, first, tmp_path, tally):
-    p = command(name, tmp_path); out = p.communicate()
+def test_same_seed_same_records(name, first, tmp_path, tally, many):
+    p = command(name, tmp_path, *many(FEW.get(name, ()), ())); out = p.communicate()
     assert p.returncode == 0, out
     own, before = found(tmp_path), first(name)
     same = bool(own) and all(before.get(k) == v for k, v in own.items())
