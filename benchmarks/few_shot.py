@@ -29,10 +29,10 @@ def sizes(plan): return TINY if plan["tiny"] else SIZES
 
 def make_features(d, classes=20, each=40, seed=0):
     """Stand-ins for a frozen network's features: non-negative, two thirds zero, alike within a class; (N, d) and the rows of each class.
-    An episode of 80 touches 30 of 32 or 125 of 256 mechanisms (release-facts: 30 and 95; Conv-4-64 features of CIFAR-FS after a quick pretraining: 31 and 138)."""
+    An episode of 80 touches 31 of 32 or 153 of 256 untrained mechanisms (Conv-4-64 features of CIFAR-FS: 31 and 151)."""
     g = torch_rng(seed, "features", d)
     centre = torch.randn(classes, 1, d, generator=g)
-    x = (.9 * centre + .5 * torch.randn(classes, each, d, generator=g) - .4).relu().flatten(0, 1)
+    x = (.7 * centre + .7 * torch.randn(classes, each, d, generator=g) - .4).relu().flatten(0, 1)
     return x, [torch.arange(c * each, (c + 1) * each).numpy() for c in range(classes)]
 
 
