@@ -483,7 +483,7 @@ class LinearSteps(Steps):
         super().__init__(layer, z, n)
         self.y, self.held = z @ layer.W, None
     def support(self): return self.y[:self.n]
-    def adapt(self, g, lr): self.y, self.held = torch.addmm(self.y, self.z @ self.z[:self.n].t(), g, alpha=-lr), (g, lr)
+    def adapt(self, g, lr): self.held = g, lr; self.y.addmm_(self.z @ self.z[:self.n].t(), g, alpha=-lr)     # in place: a fresh 5 MB would cost as much as the product
     def output(self): return self.y
     def write_(self, g, lr, keep=True):
         if self.held and keep and not lr: self.layer.W.addmm_(self.z[:self.n].t(), self.held[0], alpha=-self.held[1])
