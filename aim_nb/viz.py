@@ -156,13 +156,13 @@ def accuracy_trajectories(
     title="ours",
 ):
     "Meta-test accuracy over the number of classes: test solid, train dashed, mean and standard deviation over runs."
-    theirs = bool(paper_table("continualz", dataset=dataset))
+    curves, theirs = {m: curves[m] for m in METHODS if m in curves}, bool(paper_table("continualz", dataset=dataset))
     fig, axes = plt.subplots(1, 1 + theirs, figsize=(4.2*(1 + theirs), 3.2), layout="constrained", sharey=True, squeeze=False)
     for method, c in curves.items():
         s, ax = METHOD_STYLE[method], axes[0, 0]
         ax.plot(c["n"], c["test"].mean(0), **s | {"linestyle": "-"}); ax.plot(c["n"], c["train"].mean(0), color=s["color"], ls="--", lw=1)
         ax.fill_between(c["n"], c["test"].mean(0) - c["test"].std(0), c["test"].mean(0) + c["test"].std(0), color=s["color"], alpha=.15, lw=0)
-    axes[0, 0].set(xlabel="classes learnt", ylabel="accuracy, %", ylim=(0, 102), title=title); axes[0, 0].grid(color=FAINT, lw=.6)
+    axes[0, 0].set(xlabel="classes learnt", ylabel="accuracy, %", xlim=(0, 1.05*max(max(c["n"]) for c in curves.values())), ylim=(0, 102), title=title); axes[0, 0].grid(color=FAINT, lw=.6)
     if theirs: _paper_panel(axes[0, 1], dataset, curves)
     kinds = [Line2D([], [], color=INK, ls=l, label=t) for l, t in (("-", "test"), ("--", "train"))]
     _legend(fig, [Line2D([], [], **METHOD_STYLE[m] | {"linestyle": "-"}, label=method_label(m)) for m in curves] + kinds)
