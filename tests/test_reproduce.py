@@ -21,7 +21,8 @@ def test_every_experiment_gets_dataset_budget_and_the_papers_shots():
     for path in EXPERIMENTS:
         asked = values(path, "glyphs", "smoke", parameters_of(path))
         assert asked[:6] == ["-p", "dataset", "glyphs", "-p", "budget", "smoke"], path.stem
-        assert (asked[6:] == ["-p", "shots", "1,5"]) == path.stem.startswith("2"), path.stem
+        assert (asked[6:9] == ["-p", "shots", "1,5"]) == path.stem.startswith("2"), path.stem
+        assert ("1,2,4,8,12,16,20,24,28,32" in asked and "0,2,4,8,12,16,20,24" in asked) == (path.stem == "21_fewshot_ablation"), path.stem
     assert values(EXPERIMENTS[-1], "cifar-fs", "paper", {"dataset"}) == ["-p", "dataset", "cifar100"]
 
 

@@ -5,12 +5,18 @@ from figures import write
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTINUAL = {"cifar-fs": "cifar100"} # the paper's name for the same images in its other part
-SHOTS = "1,5"                        # the paper's, also where a notebook's own default is less
+
+
+def grid():
+    "The paper's shots and the whole grids of its ablations, also where a notebook's own default is less."
+    from aim_nb.paper import paper_table
+    listed = lambda table, name: ",".join(map(str, sorted({row[name] for row in paper_table(table)})))
+    return {"shots": listed("few-shot", "n_shot"), "K_values": listed("active_mech", "K"), "l_values": listed("sto_count", "l")}
 
 
 def values(path, dataset, budget, known):
     "What a notebook is to be run with: of all that is wanted, the parameters that it has."
-    wanted = {"dataset": CONTINUAL.get(dataset, dataset) if path.stem[0] == "3" else dataset, "budget": budget, "shots": SHOTS}
+    wanted = {"dataset": CONTINUAL.get(dataset, dataset) if path.stem[0] == "3" else dataset, "budget": budget, **grid()}
     return [word for name, value in wanted.items() if name in known for word in ("-p", name, value)]
 
 
