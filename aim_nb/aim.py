@@ -14,9 +14,9 @@ from .core import AimError, check_choice
 __all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'matrices', 'pair_products', 'pair_sum',
            'mix', 'mix_grads', 'Steps', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices',
            'normal', 'Attentive', 'unit', 'unit_grad', 'Block', 'block', 'block_rows', 'block_sum', 'block_slopes',
-           'Held', 'or_all', 'bmv', 'moved_queries', 'AIMSteps', 'write_values_', 'write_keys_', 'write_states_',
-           'Fused', 'AIM', 'count_parameters', 'twin_width', 'LinearSteps', 'LinearTwin', 'linear_twin',
-           'IdentitySteps', 'Identity']
+           'Held', 'or_all', 'bmv', 'moved_queries', 'AIMOutputs', 'AIMSteps', 'write_values_', 'write_keys_',
+           'write_states_', 'Fused', 'AIM', 'count_parameters', 'twin_width', 'LinearSteps', 'LinearTwin',
+           'linear_twin', 'IdentitySteps', 'Identity']
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
@@ -336,8 +336,8 @@ def moved_queries(aim, q, u, lr, active) -> tuple:
     return aim.h.index_copy(0, A, new), q.index_copy(0, A, q_new)
 
 # %% ../nbs/10_aim.ipynb #a9ed4d6c
-class AIMSteps(Steps):
-    "AIM's: every mechanism in use is read once for its products and once for its update."
+class AIMOutputs(Steps):
+    "The forward half of AIM's steps: products with the slow weights, outputs at the weights held."
     def __init__(self, layer, z, n=0, ranks_in=None, ranks=None):
         super().__init__(layer, z, n)
         self.ranks, self.held, self.q, self.k = ranks, None, layer.fused_queries(), layer.keys(z)
@@ -367,6 +367,9 @@ class AIMSteps(Steps):
         if held: y.addmm_((w @ held.w.t()).mul_(held.gram), held.g, alpha=-held.lr)
         return self._unit(y)
 
+# %% ../nbs/10_aim.ipynb #a1b5e7d3
+class AIMSteps(AIMOutputs):
+    "AIM's: every mechanism in use is read once for its products and once for its update."
     def adapt(self, g, lr):
         aim, n, a, mask, g = self.layer, self.n, self.a[:self.n], self.mask_in, self._unit_grad(g)
         ds = self._score_slopes(block_slopes([self.own], g, aim.M), a, mask)
