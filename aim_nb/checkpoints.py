@@ -135,7 +135,8 @@ def sweep(
     folder, # that this process holds
 ):
     "Remove what killed processes left half written, in this folder and in those of all runs."
-    for part in (*Path(folder).glob(".*.part"), *filter(_is_gone, runs_dir().glob("*/.*.part"))): part.unlink(missing_ok=True)
+    others = [p for depth in ("*", "*/*") for p in runs_dir().glob(f"{depth}/.*.part")]
+    for part in (*Path(folder).glob(".*.part"), *filter(_is_gone, others)): part.unlink(missing_ok=True)
 
 # %% ../nbs/07_checkpoints.ipynb #85aafc71
 class Saved(NamedTuple):

@@ -1,5 +1,5 @@
 """Runs small enough to be killed hundreds of times: tiny banks, whole experiments in forked processes, and a comparison of everything they leave."""
-import contextlib, errno, functools, hashlib, json, io, os, signal, sys, time, traceback
+import contextlib, errno, functools, hashlib, io, json, os, re, signal, sys, time, traceback
 from pathlib import Path
 
 import numpy as np
@@ -153,9 +153,9 @@ def plain(meta):
 
 
 def left(folder):
-    "Everything in the runs of `folder` that matters, by name: tensors, arrays, records without their circumstances."
+    "Everything in the runs of `folder` that matters, by name: tensors, arrays, records without their circumstances. The way to a finished backbone does not; a run that stops between the two leaves it behind."
     runs, out = Path(folder)/"runs", {}
-    for p in sorted(p for p in runs.rglob("*") if p.is_file() and p.name != ".lock" and p.parent.name != "metatest"):
+    for p in sorted(p for p in runs.rglob("*") if p.is_file() and p.name != ".lock" and not re.match("metatest|pretrain-", p.parent.name)):
         name = str(p.relative_to(runs))
         if p.suffix == ".safetensors": tensors, meta = load_tensors(p); out[name] = {**{k: (str(t.dtype), tuple(t.shape), checkpoints._raw(t).tobytes()) for k, t in tensors.items()}, "json": plain(meta)}
         elif p.parent.name == "records" and p.suffix == ".json": out[name] = records.essence(records.read_record(p))
