@@ -1,5 +1,5 @@
 """Runs small enough to be killed hundreds of times: tiny banks, whole experiments in forked processes, and a comparison of everything they leave."""
-import contextlib, errno, functools, hashlib, io, json, os, re, signal, sys, time, traceback
+import contextlib, errno, faulthandler, functools, hashlib, io, json, os, re, signal, sys, time, traceback
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ def warm():
     p = torch.nn.Parameter(torch.ones(2))
     for kind in (torch.optim.Adam, torch.optim.SGD): p.grad = torch.ones(2); kind([p], lr=.1).step()
     for _ in progress(range(1)): pass
-    records.code_commit()
+    records.code_commit(); pretrain.files("aim_nb")/"weights"
 
 
 def tiny_bank(root):
@@ -106,7 +106,7 @@ class Child:
             os.dup2(out, 1); os.dup2(out, 2)
             sys.stdout = sys.stderr = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.environ["AIM_LIVE"] = "0"
+            os.environ["AIM_LIVE"] = "0"; faulthandler.disable()  # pytest's would tell of every death
             work(); code = 0
         except AimError as e: print(f"AimError: {e}"); code = 2
         except KeyboardInterrupt: code = 130
