@@ -10,7 +10,7 @@ import pandas as pd
 from .core import CONTINUAL_METHODS, FEWSHOT_METHODS, Protocol, check_choice, content_key
 from .paper import comparability, compare, hyper, judge, paper_table
 from .records import field
-from .train_continual import norm_of
+from .train_continual import USUAL_NORM
 
 # %% auto #0
 __all__ = ['METHODS', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'fewshot_table', 'present',
@@ -26,11 +26,11 @@ def method_label(method) -> str:
 
 # %% ../nbs/17_tables.ipynb #3260364d
 def moved_switches(rec) -> dict:
-    "The switches of a record that do not stand where its method has them: the default, or ANML's own norm."
+    "The switches of a record that do not stand where its runs usually have them."
     moved = Protocol(**rec["protocol"]).changed()
     if "sib" in rec["method"]: return moved
     norm = rec["protocol"]["norm"]
-    return {k: v for k, v in moved.items() if k != "norm"} | ({"norm": norm} if norm != norm_of(rec["method"], "own") else {})
+    return {k: v for k, v in moved.items() if k != "norm"} | ({"norm": norm} if norm != USUAL_NORM else {})
 
 def variant(
     rec,      # a record

@@ -23,18 +23,14 @@ from .records import find_record, new_record, save_record
 from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['OWN_NORM', 'norm_of', 'make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee', 'relevant',
+__all__ = ['USUAL_NORM', 'make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee', 'relevant',
            'continual_identity', 'training_checkpoints', 'sizes', 'aim_twin', 'read_uses', 'log_path', 'read_log',
            'save_log', 'train_continual', 'run_continual', 'load_continual', 'describe_continual', 'read_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
-OWN_NORM = {"oml": "affine", "anml": "instance"}
+USUAL_NORM = "instance"   # of continual runs
 
-def norm_of(method, norm):
-    "The norm that `norm` means for a method."
-    return OWN_NORM[method.partition("+")[0]] if norm == "own" else norm
-
-# %% ../nbs/16_train_continual.ipynb #a1a76045
+# %% ../nbs/16_train_continual.ipynb #cbbc1253
 def make_continual(
     method,           # oml | oml+linear | oml+aim | anml | anml+aim
     shape,            # (C, H, W) of the images
@@ -47,7 +43,7 @@ def make_continual(
     "The network of `method`, its initial weights a function of the seed."
     family, _, layer = check_choice("method", method, CONTINUAL_METHODS).partition("+")
     aim = dict(M=M, K=K, l=l, gate=protocol.gate, select=protocol.select) if layer else {}
-    return {"oml": OML, "anml": ANML}[family](shape, n_out, layer, norm=norm_of(method, protocol.norm), width=width, generator=torch_rng(seed, "init", method), **aim)
+    return {"oml": OML, "anml": ANML}[family](shape, n_out, layer, norm=protocol.norm, width=width, generator=torch_rng(seed, "init", method), **aim)
 
 # %% ../nbs/16_train_continual.ipynb #aea4c176
 class ContinualModel:
@@ -142,7 +138,7 @@ def relevant(
 ) -> Protocol:
     "The protocol with every switch that this method does not have at its default."
     names = [n for table in of for part in ("all", *method.split("+")) for n in table.get(part, ())]
-    return Protocol(**{n: norm_of(method, getattr(protocol, n)) for n in names})
+    return Protocol(**{n: getattr(protocol, n) for n in names})
 
 def continual_identity(dataset, method, seed, budget, protocol, data_sha, M=64, K=10, l=2, **others) -> dict:
     "The question that a run answers."
@@ -202,7 +198,7 @@ def run_continual(
     dataset="glyphs",     # omniglot | cifar100 | mini-imagenet | glyphs, or folder:PATH
     method="oml+aim", seed=0,
     budget="quick",       # smoke | quick | paper | paper@N, or a Budget
-    protocol=Protocol(norm="own"), # the switches
+    protocol=Protocol(norm=USUAL_NORM), # the switches
     M=64, K=10, l=2,
     steps=0, runs=0,      # 0: the budget's own
     data_root="", device="cpu", fresh=None, callbacks=(), notebook="30_continual",
@@ -239,7 +235,7 @@ def load_continual(
 ):
     "The network of a finished run, from its checkpoints."
     ck = training_checkpoints(record)
-    saved = ck.best() if check_choice("which", which, ("best", "last")) == "best" else ck.latest()
+    saved = ck.best() or ck.shipped() if check_choice("which", which, ("best", "last")) == "best" else ck.latest()
     if saved is None: raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
     q, trained = dict(record["parameters"]), ContinualModel
     size = {k: q.pop(k) for k in ("M", "K", "l") if k in q}

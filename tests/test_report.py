@@ -14,7 +14,7 @@ from aim_nb import activation, findings
 from aim_nb.core import Protocol, budget
 from aim_nb.paper import bands, claims, errata, paper_cells, paper_labels, paper_table, paper_value
 from aim_nb.records import new_record, save_record
-from aim_nb.train_continual import norm_of
+from aim_nb.train_continual import USUAL_NORM
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,12 +28,12 @@ def fewshot(method="sib", shift=0., name="paper", seed=0, dataset="cifar-fs", n_
     return new_record("fewshot", dataset, method, seed, budget(name), Protocol(decision=decision, **protocol), parameters, "0", dict(accuracy=base + shift, ci95=ci95))
 
 
-def continual(method="oml", shift=0., name="paper", dataset="omniglot", norm="own"):
+def continual(method="oml", shift=0., name="paper", dataset="omniglot", norm=USUAL_NORM):
     "A made-up continual record, `shift` points from the paper's figures."
     rows = paper_table("continualz", dataset=dataset, method=method)
     test = [[r["accuracy"] + shift + e for r in rows] for e in (-.2, .2)]
     metrics = dict(n_classes=[r["n_classes"] for r in rows], test=test, train=[[min(100., a + 2) for a in run] for run in test], accuracy=50., ci95=1.)
-    return new_record("continual", dataset, method, 0, budget(name, "continual"), Protocol(norm=norm_of(method, norm)), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
+    return new_record("continual", dataset, method, 0, budget(name, "continual"), Protocol(norm=norm), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
 
 
 def use(dataset="cifar-fs", method="sib+aim", n_shot=1, last=None, name="paper"):
