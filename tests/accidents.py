@@ -1,9 +1,10 @@
 """Runs small enough to be killed hundreds of times: tiny banks, whole experiments in forked processes, and a comparison of everything they leave."""
-import contextlib, errno, faulthandler, functools, hashlib, io, json, os, re, signal, sys, time, traceback
+import contextlib, errno, faulthandler, functools, hashlib, io, json, os, re, signal, sys, threading, time, traceback
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import auto, std
 
 from aim_nb import banks, checkpoints, loop, pretrain, records, train_continual, train_fewshot
 from aim_nb.checkpoints import load_tensors
@@ -18,7 +19,7 @@ CONTINUAL = Budget("tiny", "continual", steps=8, val_every=3, width=4, runs=2, r
 @functools.cache
 def warm():
     "Pay once, in the parent, for what every child would load anew."
-    torch.set_num_threads(1)
+    torch.set_num_threads(1); std.tqdm.monitor_interval = 0
     p = torch.nn.Parameter(torch.ones(2))
     for kind in (torch.optim.Adam, torch.optim.SGD): p.grad = torch.ones(2); kind([p], lr=.1).step()
     for _ in progress(range(1)): pass
@@ -90,6 +91,11 @@ def out_of_space(): raise OSError(errno.ENOSPC, "No space left on device")
 
 # ---- processes
 
+def own_locks():
+    "Forked processes share tqdm's lock, and one that is killed while it holds it would stop all others: each gets its own, and no thread that watches bars."
+    for kind in (std.tqdm, auto.tqdm): kind.monitor_interval, kind.monitor = 0, None; kind.set_lock(threading.RLock())
+
+
 class Child:
     "A forked process that runs `work`; what it says is in a file, its exit code in `code` after `wait`."
     def __init__(self, work, said):
@@ -107,7 +113,7 @@ class Child:
             sys.stdout = sys.stderr = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ["AIM_LIVE"] = "0"; faulthandler.disable()  # pytest's would tell of every death
-            work(); code = 0
+            own_locks(); work(); code = 0
         except AimError as e: print(f"AimError: {e}"); code = 2
         except KeyboardInterrupt: code = 130
         except BaseException: traceback.print_exc()
@@ -117,13 +123,14 @@ class Child:
         if self.code is None: os.kill(self.pid, sig)
 
     def wait(self, seconds=None):
-        "The exit code, negative for a signal; None if it is not over after `seconds`."
-        end = None if seconds is None else time.monotonic() + seconds
+        "The exit code, negative for a signal; None if it is not over after `seconds`. Without these it may take long, not for ever."
+        end = time.monotonic() + (600 if seconds is None else seconds)
         while self.code is None:
-            pid, status = os.waitpid(self.pid, 0 if end is None else os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid: self.code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end: return None
-            else: time.sleep(.002)
+            elif time.monotonic() < end: time.sleep(.002)
+            elif seconds is not None: return None
+            else: self.kill(); raise TimeoutError(f"the process hangs after: {self.text}")
         return self.code
 
     @property
