@@ -5,6 +5,7 @@
 # %% ../nbs/07_checkpoints.ipynb #2d9b75b6
 from __future__ import annotations
 import contextlib, fcntl, hashlib, json, os, shutil, struct
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -13,7 +14,7 @@ from .core import AimError, atomic_file, content_key, runs_dir
 
 # %% auto #0
 __all__ = ['FORMAT', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity', 'run_lock',
-           'sweep', 'Saved', 'read_saved', 'Checkpoints', 'run_checkpoints']
+           'sweep', 'Saved', 'read_saved', 'Saves', 'Checkpoints', 'run_checkpoints']
 
 # %% ../nbs/07_checkpoints.ipynb #ba9cc453
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -154,8 +155,8 @@ def read_saved(
     return Saved(top["step"], tensors, top["meta"])
 
 # %% ../nbs/07_checkpoints.ipynb #dbc6c982
-class Checkpoints:
-    "The checkpoint files of one run, in one folder."
+class Saves:
+    "The states of one run step by step, the last two kept."
     def __init__(self,
         dir,      # the run's own folder
         identity, # what makes this run this run; a file with another identity is refused
@@ -182,6 +183,9 @@ class Checkpoints:
             except DamagedFile as e: print(f"{e} Falling back to the checkpoint before it.")
         if files: raise AimError(f"no checkpoint in {self.dir} can be read; start over with --fresh (or AIM_FRESH=1).")
 
+# %% ../nbs/07_checkpoints.ipynb #13d04793
+class Checkpoints(Saves):
+    "The checkpoint files of one run, in one folder."
     def save_best(self, step, tensors, meta=None) -> Path:
         "Write the best state so far."
         return save_tensors(self.dir/"best.safetensors", tensors, self._label(step, meta))
@@ -191,6 +195,12 @@ class Checkpoints:
         path = self.dir/"best.safetensors"
         try: return read_saved(path, self.identity) if path.exists() else None
         except DamagedFile as e: raise DamagedFile(f"{e} The best state was only there; start over with --fresh (or AIM_FRESH=1).") from e
+
+    def shipped(self) -> Saved | None:
+        "The best state that comes with the package, None for most runs."
+        own = self.dir.name.rpartition("-")[2]
+        path = next((Path(str(files("aim_nb")))/"weights").glob(f"*-{own}.safetensors"), None)
+        return read_saved(path, self.identity) if path else None
 
     def clear(self):
         "Forget this run."

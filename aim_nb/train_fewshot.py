@@ -336,7 +336,7 @@ def load_fewshot(
     "Layer and head of a finished run, from its checkpoints."
     q, m, protocol = record["parameters"], record["metrics"], Protocol(**record["protocol"])
     ck = training_checkpoints(record)
-    saved = ck.best() if check_choice("which", which, ("best", "last")) == "best" else ck.latest()
+    saved = ck.best() or ck.shipped() if check_choice("which", which, ("best", "last")) == "best" else ck.latest()
     if saved is None: raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
     layer = make_layer(record["method"], m["d_in"], q["d_out"], q.get("M", 32), q.get("K", 8), q.get("l", 0), protocol)
     head = SIBHead(layer.d_out, q["n_way"], protocol.sib_steps)
