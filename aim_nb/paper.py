@@ -244,7 +244,8 @@ def compare(
 def _plain_rows(row, rows):
     "The rows of its plain method at the same budget, for all lengths of a trajectory."
     same = [c for c in ("dataset", "backbone", "n_shot", "budget", "steps") if c in row]
-    return [r for r in rows if r.get("method") == plain_method(row.get("method", "sib")) and all(r.get(c) == row[c] for c in same)]
+    alike = lambda r: all(r.get(c) == row[c] for c in same) and r.get("variant", "") in ("", row.get("variant", ""))
+    return [r for r in rows if r.get("method") == plain_method(row.get("method", "sib")) and alike(r)]
 
 def reached(
     row,  # of `compare`
