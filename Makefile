@@ -30,6 +30,7 @@ test: $(READY) ## every check: notebooks, export, README, pytest (SUITES="clean 
 	@$(BIN)/python tests/run_suites.py $(SUITES)
 
 stress: $(READY) ## the long tests (kills, faults, bombs, fuzz), and the table of all that was tried, kept in tests/faults.json
+	@rm -f tests/faults.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --stress --faults tests/faults.json tests
 
 lab: $(READY) ## JupyterLab on the notebooks

@@ -162,7 +162,8 @@ def plain(meta):
 def left(folder):
     "Everything in the runs of `folder` that matters, by name: tensors, arrays, records without their circumstances. The way to a finished backbone does not; a run that stops between the two leaves it behind."
     runs, out = Path(folder)/"runs", {}
-    for p in sorted(p for p in runs.rglob("*") if p.is_file() and p.name != ".lock" and not re.match("metatest|pretrain-", p.parent.name)):
+    older = [p for d in runs.glob("checkpoints/*") for p in sorted(d.glob("step-*"))[:-1]]  # of the two, the newest is the state; the other may be from before or after a validation
+    for p in sorted(p for p in runs.rglob("*") if p.is_file() and p.name != ".lock" and p not in older and not re.match("metatest|pretrain-", p.parent.name)):
         name = str(p.relative_to(runs))
         if p.suffix == ".safetensors": tensors, meta = load_tensors(p); out[name] = {**{k: (str(t.dtype), tuple(t.shape), checkpoints._raw(t).tobytes()) for k, t in tensors.items()}, "json": plain(meta)}
         elif p.parent.name == "records" and p.suffix == ".json": out[name] = records.essence(records.read_record(p))

@@ -18,12 +18,22 @@ START, HERE = time.time(), Path.cwd()
 
 class Tally:
     "Counts every fault that the tests inject: what, how often, how it ended, and how often something was lost."
-    def __init__(self): self.rows, self.figures, self.failed = {}, [], 0
+    def __init__(self): self.rows, self.figures, self.failed, self.before, self.minutes, self.old, self.shown = {}, [], 0, None, 0., [], []
+
+    def keep(self, path):
+        "What an earlier session left in the file: a session of some of the tests writes its own rows over theirs."
+        if self.before is None: self.before = json.loads(path.read_text()) if path.exists() else dict(rows=[], figures=[], minutes=0.)
+        mine, drawn = {what for what, _ in self.rows}, {f["what"].partition(":")[0] for f in self.figures}
+        self.minutes = self.before["minutes"]
+        self.old = [r for r in self.before["rows"] if r["tried"] not in mine]
+        self.shown = self.figures + [f for f in self.before["figures"] if f["what"].partition(":")[0] not in drawn]
 
     def add(self, what, ended, lost=False, n=1):
         row = self.rows.setdefault((what, ended), [0, 0]); row[0] += n; row[1] += bool(lost)
 
-    def asdict(self): return [dict(tried=what, times=n, ended=ended, lost=lost) for (what, ended), (n, lost) in sorted(self.rows.items())]
+    def asdict(self):
+        rows = [dict(tried=what, times=n, ended=ended, lost=lost) for (what, ended), (n, lost) in self.rows.items()]
+        return sorted(rows + self.old, key=lambda r: r["tried"])
 
     def table(self):
         rows = [("what was tried", "how often", "lost", "how it ended")] + [(r["tried"], f"{r['times']:,}", str(r["lost"]), r["ended"]) for r in self.asdict()]
@@ -56,10 +66,10 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     "The table of faults, in the terminal and where `--faults` says."
-    if not TALLY.rows or not config.getoption("--stress"): return
+    if not (TALLY.rows or TALLY.figures) or not config.getoption("--stress"): return
     terminalreporter.write_sep("=", "faults injected")
     terminalreporter.write_line(TALLY.table())
-    for f in TALLY.figures: terminalreporter.write_line(f"{f['what']}: {f['value']:.2f} {f['unit']}")
+    for f in TALLY.shown or TALLY.figures: terminalreporter.write_line(f"{f['what']}: {f['value']:.2f} {f['unit']}")
 
 
 def pytest_runtest_logreport(report):
@@ -69,11 +79,12 @@ def pytest_runtest_logreport(report):
 def pytest_runtest_teardown(item, nextitem):
     "After each test the table is written where `--faults` says, so that a session that is stopped keeps what it has."
     path = item.config.getoption("--faults")
-    if not path or not TALLY.rows: return
+    if not path or not (TALLY.rows or TALLY.figures): return
     import torch
     here = dict(python=".".join(map(str, sys.version_info[:3])), torch=torch.__version__, system=sys.platform)
     left = 0 if nextitem is None else len(item.session.items) - item.session.items.index(nextitem)
-    (HERE / path).write_text(json.dumps(dict(left=left, failed=TALLY.failed, minutes=round((time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.figures), indent=1) + "\n")
+    TALLY.keep(HERE / path)
+    (HERE / path).write_text(json.dumps(dict(left=left, failed=TALLY.failed, minutes=round(TALLY.minutes + (time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.shown), indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,6 @@ def test_cost_in_fewshot_training(tmp_path, tally):
 
 @pytest.mark.stress
 def test_cost_in_continual_training(tmp_path, tally):
-    b = Budget("cost", "continual", 24, 12, width=32, classes=4)
+    b = Budget("cost", "continual", 96, 48, width=32, classes=4)
     t = ContinualTrainee(load_bank(tiny_bank(tmp_path/"data")/"glyphs"), "oml+aim", 0, b, n_out=300)
     show(tally, "OML+AIM", run_loop(t, b.steps, b.val_every, Checkpoints(tmp_path/"run", {})), tmp_path/"run")
