@@ -51,7 +51,7 @@ def lost(folder, reference):
 def test_killed_anywhere_ends_the_same(method, data, whole, tmp_path, tally, many):
     rng = random.Random(METHODS.index(method))
     places = ["moment", "step", "write", "sync", "rename"] + ["trajectory"]*(method != "sib+aim")
-    rounds = [rng.sample(["moment", "step", "write"], 3)] if many(1, 0) else [rng.choices(places, k=6) for _ in range(many(0, 6))]
+    rounds = [rng.sample(["moment", "step", "write"], 3)] if many(1, 0) else [rng.choices(places, k=6) for _ in range(many(0, 16))]
     for i, deaths in enumerate(rounds):
         folder = tmp_path/str(i)
         kills = sum(kill_once(method, folder, data, rng, whole(method), where) for where in deaths)
