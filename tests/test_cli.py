@@ -57,7 +57,8 @@ def test_run_prints_summary_and_paths(toy, monkeypatch, aim_nb_cli):
 
 def test_progress_comes_while_the_notebook_runs(toy):
     p = subprocess.Popen([Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "wait", "600"], cwd=toy, env={**os.environ, "AIM_RUNS": str(toy / "runs")},
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)) # a job in the background of a script ignores Ctrl-C
     try:
         seen = ""
         while "tick\ntick" not in seen and p.poll() is None: seen += p.stderr.readline()

@@ -88,7 +88,7 @@ def relink(text):
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html#([\w.]+)", lambda m: f"{m[1]}.html#sym-{m[2].lower()}", text)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html", r"\1.html", text)
     text = re.sub(r"\]\((\d+_\w+|index)\.ipynb(#[\w-]*)?\)", lambda m: f"]({url(m[1])}.html{(m[2] or '').lower()})", text)
-    return re.sub(r"\]\(\.\./([\w./+-]+)\)", rf"]({SETTINGS['git_url']}/blob/{SETTINGS['branch']}/\1)", text)
+    return re.sub(r"\]\(\.\./([\w./+@-]+)\)", rf"]({SETTINGS['git_url']}/blob/{SETTINGS['branch']}/\1)", text)
 
 
 def api_cell(text):
