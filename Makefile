@@ -24,7 +24,7 @@ $(READY): constraints.txt settings.ini setup.py
 	@touch $@
 
 demo: $(READY) ## few-shot learning with SIB, SIB+Linear and SIB+AIM on glyphs, in minutes
-	@OMP_NUM_THREADS=1 $(BIN)/aim-nb run nbs/20_fewshot.ipynb -p seeds 1
+	@OMP_NUM_THREADS=1 $(BIN)/aim-nb run nbs/20_fewshot.ipynb -p seeds 1 -p steps 600
 
 test: $(READY) ## every check: notebooks, export, README, pytest (SUITES="clean export" picks some)
 	@$(BIN)/python tests/run_suites.py $(SUITES)
