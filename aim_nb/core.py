@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_core.ipynb #9e9a1608
 from __future__ import annotations
-import contextlib, hashlib, json, os, shutil, sys, tempfile
+import contextlib, ctypes, functools, hashlib, json, os, shutil, sys, tempfile
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 __all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'GLYPHS_QUICK', 'AimError', 'check_choice',
            'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test', 'atomic_file', 'atomic_write',
            'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env', 'use_threads',
-           'pick_device', 'progress', 'Protocol', 'Budget', 'budget']
+           'keep_memory', 'pick_device', 'progress', 'Protocol', 'Budget', 'budget']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -136,6 +136,13 @@ def use_threads(n=0) -> int:
     "Set torch's threads (0 leaves them) and return how many there are."
     if n: torch.set_num_threads(n)
     return torch.get_num_threads()
+
+@functools.cache
+def keep_memory() -> bool:
+    "Have the C library keep freed memory for the next step; returns whether it could be asked (glibc)."
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is None: return False
+    return bool(mallopt(-1, 2**31 - 1) and (mallopt(-3, 2**30) or mallopt(-3, 2**25)))     # when to give memory back; from which size on a block is mapped anew each time
 
 def pick_device(
     name="auto", # auto | cpu | cuda | mps

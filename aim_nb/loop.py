@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib, math, os, signal, threading, time
 import torch
 from .checkpoints import Checkpoints
-from .core import AimError, progress
+from .core import AimError, keep_memory, progress
 
 # %% auto #0
 __all__ = ['History', 'Window', 'first_bad', 'interrupts', 'wants_fresh', 'module_tensors', 'load_module', 'optimizer_tensors',
@@ -276,6 +276,7 @@ def run_loop(
     fresh=None,       # forget what is on disk (None: what $AIM_FRESH says)
 ) -> History:
     "Train to the end, from where the last run of the same identity stopped; the trainee is left in its last state."
+    keep_memory()
     with checkpoints.lock() if checkpoints else contextlib.nullcontext(), interrupts() as asked:
         if checkpoints and wants_fresh(fresh, checkpoints.dir): checkpoints.clear()
         run = Run(trainee, steps, val_every, Keeper(trainee, checkpoints, save_every, desc), callbacks, best)
