@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'GLYPHS_QUICK', 'AimError', 'check_choice',
-           'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test', 'atomic_file', 'atomic_write',
-           'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env', 'use_threads',
-           'keep_memory', 'pick_device', 'progress', 'Protocol', 'Budget', 'budget']
+__all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'PAPER_LONG', 'GLYPHS_QUICK', 'AimError',
+           'check_choice', 'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test', 'atomic_file',
+           'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env',
+           'use_threads', 'keep_memory', 'pick_device', 'progress', 'Protocol', 'Budget', 'budget']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -259,8 +259,11 @@ BUDGETS = {
         paper=dict(steps=20_000, val_every=500, runs=10, rates=14, rate_runs=10)),
 }
 
+PAPER_LONG = {"paper": {}, "paper-onecycle": dict(pretrain_epochs=14, pretrain_schedule="onecycle")}   # the budgets of the paper's length, and what is not the paper's in them
+BUDGETS["fewshot"]["paper-onecycle"] = BUDGETS["fewshot"]["paper"] | PAPER_LONG["paper-onecycle"]
+
 def budget(
-    name="quick",    # smoke | quick | paper | paper@N
+    name="quick",    # smoke | quick | paper | paper@N | paper-onecycle | paper-onecycle@N
     task="fewshot",  # fewshot | continual
     dataset="",      # glyphs are small images of many classes: quick is quicker there
     steps=0,         # another number of steps (0: the budget's own)
@@ -270,7 +273,7 @@ def budget(
     table = BUDGETS[check_choice("task", task, tuple(BUDGETS))]
     values = dict(table[check_choice("budget", base, tuple(table))])
     if base == "quick" and dataset == "glyphs": values.update(GLYPHS_QUICK[task])
-    if at and (base != "paper" or not at.isdigit()): raise AimError(f"budget={name!r} is not known; write paper@N with a number of steps.")
+    if at and (base not in PAPER_LONG or not at.isdigit()): raise AimError(f"budget={name!r} is not known; write paper@N with a number of steps.")
     if at and task == "continual": values.update(rates=7, rate_runs=2, val_every=250) # the release's search of 14 rates x 10 only at its own number of steps
     if steps or at: values["steps"] = int(steps or at)
     return Budget(name, task, **values)

@@ -8,7 +8,7 @@ import csv, io, json, math, tomllib
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
-from .core import AimError, check_choice
+from .core import PAPER_LONG, AimError, check_choice
 
 # %% auto #0
 __all__ = ['TABLES', 'paper_table', 'paper_value', 'Hyper', 'hyper', 'class_split', 'plain_method', 'half_width', 'fewshot_gains',
@@ -219,7 +219,7 @@ def comparability(
 ) -> str:
     "`yes`, or what stands against a comparison: `data` or `budget`."
     if len(paper_table(table, **where)) != 1: return "data"
-    whole = budget["name"] == "paper" and budget["steps"] == hyper(budget["task"])["steps"].value
+    whole = budget["name"] in PAPER_LONG and budget["steps"] == hyper(budget["task"])["steps"].value
     return "yes" if whole else "budget"
 
 # %% ../nbs/01_paper.ipynb #2365159f
