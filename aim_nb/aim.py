@@ -12,7 +12,7 @@ from .core import AimError, check_choice
 
 # %% auto #0
 __all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'matrices', 'pair_products', 'pair_sum',
-           'mix', 'mix_grads', 'Steps', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices',
+           'mix', 'mix_grads', 'Mixed', 'Steps', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices',
            'normal', 'Attentive', 'unit', 'unit_grad', 'Block', 'block', 'block_rows', 'block_sum', 'block_slopes',
            'Held', 'or_all', 'bmv', 'moved_queries', 'AIMOutputs', 'AIMSteps', 'write_values_', 'write_keys_',
            'write_states_', 'Fused', 'AIM', 'count_parameters', 'twin_width', 'LinearSteps', 'LinearTwin',
@@ -171,8 +171,16 @@ def mix_grads(z, W, w, g, mask):
     return grads[0], grads[2]
 
 # %% ../nbs/10_aim.ipynb #31dfc5b4
+class Mixed(NamedTuple):
+    "The gradient B X + C T for outputs X, not multiplied out."
+    B: torch.Tensor # (..., N, N)
+    C: torch.Tensor # (..., N, r)
+    T: torch.Tensor # (..., r, V) a few rows
+    def of(self, X): return self.B @ X + self.C @ self.T
+
 class Steps:
     "SGD on a layer without autograd. The weights stay as they are until `write_`."
+    mixed = False       # whether `write_` takes a `Mixed`, too
     def __init__(self,
         layer, z,       # (B, D) all rows
         n=0,            # how many of them, the first ones, are support rows of a step to `adapt` to
@@ -482,16 +490,23 @@ def twin_width(
 # %% ../nbs/10_aim.ipynb #92e38af8
 class LinearSteps(Steps):
     "The linear map's: its matrix is read once and written once."
+    mixed = True
     def __init__(self, layer, z, n=0, ranks_in=None, ranks=None):
         super().__init__(layer, z, n)
-        self.y, self.held = z @ layer.W, None
+        self.rows, self.held = z.new_empty(3*len(z), layer.d_out), None     # outputs first, then whatever rows the gradient mixes: one product writes them all
+        self.y = torch.mm(z, layer.W, out=self.rows[:len(z)])
     def support(self): return self.y[:self.n]
     def adapt(self, g, lr): self.held = g, lr; self.y.addmm_(self.z @ self.z[:self.n].t(), g, alpha=-lr)     # in place: a fresh 5 MB would cost as much as the product
     def output(self): return self.y
     def write_(self, g, lr, keep=True):
-        if self.held and keep and not lr: self.layer.W.addmm_(self.z[:self.n].t(), self.held[0], alpha=-self.held[1])
-        elif self.held and keep: g[:self.n].add_(self.held[0], alpha=self.held[1]/lr)
-        if lr: self.layer.W.addmm_(self.z.t(), g, alpha=-lr)
+        z, more = self.z.t(), []
+        if isinstance(g, Mixed): left, more = [z @ g.B, z @ g.C], [g.T]
+        else: left = [z]; self.y.copy_(g)
+        left = [m*lr for m in left]
+        if self.held and keep: left.append(z[:, :self.n]*self.held[1]); more.append(self.held[0])
+        m = len(self.z)
+        for r in more: self.rows[m:m + len(r)] = r; m += len(r)
+        self.layer.W.addmm_(torch.cat(left, 1), self.rows[:m], alpha=-1)
 
 # %% ../nbs/10_aim.ipynb #2e567df8
 class LinearTwin(Layer):
@@ -513,6 +528,7 @@ def linear_twin(aim, fan_out=0, generator=None) -> LinearTwin:
 
 class IdentitySteps(Steps):
     "Nothing to move."
+    mixed = True
     def support(self): return self.z[:self.n]
     def output(self): return self.z
 

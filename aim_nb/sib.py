@@ -9,6 +9,7 @@ import math
 import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
+from .aim import Mixed
 from .core import AimError, torch_rng
 
 # %% auto #0
@@ -187,23 +188,19 @@ def _dni_back(p, net, dg):
     return _unrows(d1 @ p.W1, dg), ((d1, d2, d3), (x, y1, y2), (dg1, dc1, dg2, dc2))
 
 # %% ../nbs/12_sib.ipynb #b794eca7
-def _queries_back(sv: _Saved, dc, minus, dQ):
-    "Write the gradient with respect to the raw queries to `dQ`; `minus` is the negative of dG + dG^T."
-    row = (dc*sv.c0).sum(-1).sub_((minus*sv.G).sum(-1))
-    minus.diagonal(dim1=-2, dim2=-1).add_(row)
-    torch.matmul(dc*sv.inv[..., -dc.shape[-2]:, :], sv.theta, out=dQ)
-    (dQ.addmm_ if dQ.dim() == 2 else dQ.baddbmm_)(minus.mul_(sv.ii), sv.Q, alpha=-1)
-
-def _support_back(p, sv: _Saved, dc, dbeta):
-    "Gradients with respect to the raw support rows and to the class vectors before normalisation."
-    S, inv = sv.X[..., :sv.A.shape[-1], :], sv.inv[..., :sv.A.shape[-1], :]
-    dhat = (dc*sv.inv[..., -dc.shape[-2]:, :]).mT @ sv.Q
-    beta = sv.tape[0].beta if sv.tape else dbeta
+def _features_back(p, sv: _Saved, dc, dbeta, minus) -> tuple:
+    "The gradient with respect to the raw features as a `Mixed`, and that of the class vectors before normalisation; `minus` is the negative of dG + dG^T."
+    (n, q, w), N, inv = (sv.A.shape[-1], *dc.shape[-2:]), sv.X.shape[-2], sv.inv
+    B, C, pull = sv.X.new_zeros(*sv.X.shape[:-1], N), sv.X.new_zeros(*sv.X.shape[:-1], 2*w), dc*inv[..., -q:, :]
+    minus.diagonal(dim1=-2, dim2=-1).add_((dc*sv.c0).sum(-1).sub_((minus*sv.G).sum(-1)))
+    B[..., -q:, -q:], C[..., -q:, :w] = minus.mul_(sv.ii).neg_(), pull
+    dhat, beta = pull.mT @ sv.Q, sv.tape[0].beta if sv.tape else dbeta
     along = (dhat*sv.theta).sum(-1, keepdim=True).addcmul_(dbeta.mT, beta.mT, value=2)   # beta ~ norm^-2
     dtheta = torch.addcmul(dhat, along, sv.theta, value=-1).div_(sv.norm)
-    dmean, A = dtheta*p.w, sv.A.mT*inv
-    row = (A*(S @ dmean.mT)).sum(-1, keepdim=True).mul_(inv*inv)
-    return torch.addcmul(A @ dmean, row, S, value=-1), dtheta
+    dmean, A = dtheta*p.w, sv.A.mT*inv[..., :n, :]
+    C[..., :n, w:] = A
+    B[..., :n, :n].diagonal(dim1=-2, dim2=-1).sub_((A*(sv.X[..., :n, :] @ dmean.mT)).sum(-1).mul_(inv[..., :n, 0].square()))
+    return Mixed(B, C, torch.cat([sv.theta, dmean], -2)), dtheta
 
 # %% ../nbs/12_sib.ipynb #557a8936
 def sib_backward(
@@ -211,6 +208,7 @@ def sib_backward(
     saved,        # from `sib_forward`
     ds,           # (..., q, n_way) gradient of the loss with respect to the logits
     params=True,  # whether the parameters' gradients are wanted
+    mixed=False,  # give the features' gradient as a `Mixed`, not multiplied out
 ) -> tuple:
     "Gradients with respect to the features, (..., n + q, d), and to the parameters (summed over episodes)."
     dc, dbeta, backs = p.scale*ds, torch.zeros_like(saved.norm.mT), []
@@ -218,12 +216,8 @@ def sib_backward(
         backs.append(_refine_back(p, saved.G, st, dc, dbeta))
         dc, dbeta = backs[-1].dc, backs[-1].dbeta
     minus = torch.cat([b.minus for b in backs], -1) @ torch.cat([st.rho for st in reversed(saved.tape)], -1).mT if backs else torch.zeros_like(saved.G)
-    dX, n = torch.empty_like(saved.X), saved.A.shape[-1]
-    dQ, (dS, dtheta) = dX[..., -dc.shape[-2]:, :], _support_back(p, saved, dc, dbeta)
-    _queries_back(saved, dc, minus + minus.mT, dQ)
-    if dQ.shape == dX.shape: dX += dS
-    else: dX[..., :n, :] = dS
-    return dX, _params_back(p, saved, ds, backs, dtheta, dbeta) if params else None
+    dX, dtheta = _features_back(p, saved, dc, dbeta, minus + minus.mT)
+    return dX if mixed else dX.of(saved.X), _params_back(p, saved, ds, backs, dtheta, dbeta) if params else None
 
 # %% ../nbs/12_sib.ipynb #969f8400
 def _params_back(p, sv: _Saved, ds, backs, dtheta, dbeta) -> SIBParams:

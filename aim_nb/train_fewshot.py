@@ -77,7 +77,7 @@ def double_step(
         s, tape = t.sib(steps.support())
         steps.adapt(sib_backward(t.p, tape, cross_entropy_grad(s, t.Ys), params=False)[0], t.rates.nu_in)
     s, tape = t.sib(steps.output())
-    g, dp = sib_backward(t.p, tape, cross_entropy_grad(s, t.Yq))
+    g, dp = sib_backward(t.p, tape, cross_entropy_grad(s, t.Yq), mixed=steps.mixed)
     steps.write_(g, 0. if t.update == "algorithm1" else t.rates.nu_out, keep=t.update != "episode")
     return s, dp, steps
 

@@ -9,8 +9,8 @@ from aim_nb.evaluate_fewshot import evaluate
 from aim_nb.reference import PlainAIM, copy_weights
 from aim_nb.tasks import draw_episodes
 
-from .few_shot import Stepper, aim_share, draws, in_turn, make_features, model
-from .harness import case, compare, exponent, median, seconds, value_row, calls_for
+from .few_shot import Stepper, aim_floor, aim_share, draws, in_turn, make_features, model
+from .harness import calls_for, case, compare, exponent, matmul_rate, median, seconds, value_row
 
 LIMIT = 2 ** 26      # numbers that the reference may hold of its values (M, 2B, V); beyond it only our own side is timed
 
@@ -64,12 +64,23 @@ def batch_one(M, d, v):
 
 @case("scaling")
 def against_M(plan):
-    "A training step, and one image, against the number of mechanisms at K = 8."
+    "A training step, and one image, against the number of mechanisms at K = 8; and the growth that the step cannot do without."
     d, v, Ms = (16, 20, (16, 32)) if plan["tiny"] else (256, 400, (32, 64, 128, 256))
-    items = draws(d, 1)
-    step = [in_turn(Stepper(*model("sib+aim", d, v, M)[:2]), items) for M in Ms]
+    items, layers = draws(d, 1), [model("sib+aim", d, v, M)[:2] for M in Ms]
+    step = [in_turn(Stepper(*m), items) for m in layers]
     one = [batch_one(M, d, v) for M in Ms]
-    return [flat(name, Ms, together(fns, plan), bar=1.5) for name, fns in (("training step 256->400 against M", step), ("one image 256->400 against M", one))]
+    rows = [flat(name, Ms, together(fns, plan), bar=1.5) for name, fns in (("training step 256->400 against M", step), ("one image 256->400 against M", one))]
+    return [rows[0], floor_growth([m for m, _ in layers], items, rows[0]["ms"][0], plan), rows[1]]
+
+
+def floor_growth(layers, items, step_ms, plan):
+    "How much the step must grow: more distinct mechanisms are more bytes. AIM at its floor, the rest of the step (the head) as it is with the fewest mechanisms."
+    rate = matmul_rate(256 if plan["tiny"] else 1024)
+    floors = [aim_floor(layer, items, 1, rate) for layer in layers]
+    head = max(0., step_ms - alone(aim_share(layers[0], items, 5), plan))
+    ms = [f["floor_ms"] for f in floors]
+    return value_row("training step 256->400 against M, floor of growth", (ms[-1] + head) / (ms[0] + head), "x", floor_ms=ms, head_ms=head,
+                     distinct=[f["distinct"] for f in floors], moved_mb=[f["bytes"] / 1e6 for f in floors], mmacs=[f["macs"] / 1e6 for f in floors])
 
 
 def together(fns, plan):
