@@ -118,7 +118,7 @@ def own_locks():
 class Child:
     "A forked process that runs `work`; what it says is in a file, its exit code in `code` after `wait`."
     def __init__(self, work, said):
-        self.said = Path(said)
+        self.said = Path(said); self.said.unlink(missing_ok=True)
         sys.stdout.flush(); sys.stderr.flush()
         self.pid, self.code = os.fork(), None
         if not self.pid: self.live(work)
@@ -127,10 +127,10 @@ class Child:
         "In the child: never returns."
         code = 70
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             out = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(out, 1); os.dup2(out, 2)
             sys.stdout = sys.stderr = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ["AIM_LIVE"] = "0"; faulthandler.disable()  # pytest's would tell of every death
             own_locks(); work(); code = 0
         except AimError as e: print(f"AimError: {e}"); code = 2
@@ -139,6 +139,7 @@ class Child:
         finally: os._exit(code)
 
     def kill(self, sig=signal.SIGKILL):
+        while not self.said.exists() and self.wait(.002) is None: pass  # until then it is a copy of pytest
         if self.code is None: os.kill(self.pid, sig)
 
     def wait(self, seconds=None):

@@ -112,6 +112,7 @@ def test_data_vanishes(method, data, whole, tmp_path, tally, many):
     for rng, folder in t:
         own = folder/"data"; shutil.copytree(data, own)
         child = t.start(folder, data=own)
+        while child.wait(.002) is None and not (folder/"draws.txt").exists(): pass              # before that, glyphs would be made anew
         child.wait(t.moment()); os.rename(own, folder/"elsewhere")
         child.wait(); os.rename(folder/"elsewhere", own)
         t.ended("data root gone in the middle of a run", "what was open stays readable, or one sentence; back again, the same end", child, folder, data=own)
