@@ -1,5 +1,5 @@
 """Checkpoints and the training loop under real accidents: SIGKILL, Ctrl-C, a full disk, damaged files, two processes."""
-import json, os, random, resource, signal, struct, tempfile, time
+import json, os, random, resource, signal, stat, struct, tempfile, time
 from pathlib import Path
 import pytest, torch
 from accidents import Child, counted, die, warm
@@ -117,6 +117,14 @@ def test_every_layout_comes_back(tmp_path):
     back, meta = load_tensors(tmp_path/"t")
     assert same(back, {k: v.detach() for k, v in tensors.items()}) and meta == {}
     assert all(back[k].dtype == v.dtype for k, v in tensors.items())
+
+def test_a_save_is_synced_before_and_after_its_rename(tmp_path, monkeypatch):
+    "A temporary file in the same folder, on the disk before it takes its name; then the folder."
+    seen, sync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (seen.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else f"{os.fstat(fd).st_size} bytes"), sync(fd))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append(Path(a).parent == Path(b).parent == tmp_path and Path(a).name.endswith(".part")), replace(a, b))[1])
+    path = save_tensors(tmp_path/"f", small())
+    assert seen == [f"{path.stat().st_size} bytes", True, "folder"]
 
 def test_a_pickle_is_not_run(tmp_path):
     "A malicious file in every disguise: refused, and nothing is written or run."
