@@ -7,7 +7,7 @@ import torch
 from tqdm import auto, std
 
 from aim_nb import banks, checkpoints, loop, pretrain, records, train_continual, train_fewshot
-from aim_nb.checkpoints import load_tensors
+from aim_nb.checkpoints import _raw as raw, load_tensors
 from aim_nb.evaluate_continual import MetaTest
 from aim_nb.core import AimError, Budget, numpy_rng, progress
 
@@ -37,9 +37,10 @@ def tiny_bank(root):
 
 def experiment(method, root, **kw):
     "One experiment as a notebook calls it, from data to record, at a size that takes a second."
-    if method == "sib+aim": return train_fewshot.run_fewshot("glyphs", "conv4", method, budget=FEWSHOT, M=6, K=2, l=1, d_out=12, n_query=5, data_root=str(root), **kw)
+    kw = dict(dataset="glyphs", method=method, M=6, K=2, l=1, data_root=str(root)) | kw
+    if method == "sib+aim": return train_fewshot.run_fewshot(backbone="conv4", budget=FEWSHOT, d_out=12, n_query=5, **kw)
     if method == "anml+aim": kw["protocol"] = train_continual.Protocol(metatest_update="fast")
-    return train_continual.run_continual("glyphs", method, budget=CONTINUAL, M=6, K=2, l=1, inner=3, random=8, n_out=20, data_root=str(root), **kw)
+    return train_continual.run_continual(budget=CONTINUAL, inner=3, random=8, n_out=20, **kw)
 
 
 # ---- what a child process does differently: it saves often, notes what it draws, and dies where it is told
@@ -66,6 +67,24 @@ def note_draws(path):
         if kw["stream"] == "train": [note("fewshot", i, out.support[k], out.query[k]) for k, i in enumerate(indices)]
         return out
     pretrain.Batches.__call__, train_continual.draw_meta_batch, train_fewshot.draw_episodes = pretrain_batch, meta_batch, train_episodes
+
+
+def fingerprint(tensors, meta):
+    "Of all that a checkpoint holds but the seconds."
+    h = hashlib.sha256(json.dumps(plain(meta), sort_keys=True).encode())
+    for k in sorted(tensors): h.update(f"{k} {tensors[k].dtype} {tuple(tensors[k].shape)}".encode()); h.update(raw(tensors[k]))
+    return h.hexdigest()
+
+
+def note_states(path):
+    "Write a line for each state that a run passes through, before and after each validation: the run's folder, the step, a fingerprint."
+    def noted(act):
+        def wrapped(self):
+            act(self); self.read()
+            meta = dict(history=self.history.asdict(), window=dict(sums=self.window.sums, count=self.window.count))
+            with open(path, "a") as f: f.write(f"{self.keeper.checkpoints.dir.name}/step-{self.n:09d} {fingerprint(self.trainee.tensors(), meta)}\n")
+        return wrapped
+    loop.Loop.step, loop.Loop.validate = noted(loop.Loop.step), noted(loop.Loop.validate)
 
 
 def die(): os.kill(os.getpid(), signal.SIGKILL)
@@ -99,7 +118,7 @@ def own_locks():
 class Child:
     "A forked process that runs `work`; what it says is in a file, its exit code in `code` after `wait`."
     def __init__(self, work, said):
-        self.said = Path(said)
+        self.said = Path(said); self.said.unlink(missing_ok=True)
         sys.stdout.flush(); sys.stderr.flush()
         self.pid, self.code = os.fork(), None
         if not self.pid: self.live(work)
@@ -108,10 +127,10 @@ class Child:
         "In the child: never returns."
         code = 70
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             out = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(out, 1); os.dup2(out, 2)
             sys.stdout = sys.stderr = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ["AIM_LIVE"] = "0"; faulthandler.disable()  # pytest's would tell of every death
             own_locks(); work(); code = 0
         except AimError as e: print(f"AimError: {e}"); code = 2
@@ -120,6 +139,7 @@ class Child:
         finally: os._exit(code)
 
     def kill(self, sig=signal.SIGKILL):
+        while not self.said.exists() and self.wait(.002) is None: pass  # until then it is a copy of pytest
         if self.code is None: os.kill(self.pid, sig)
 
     def wait(self, seconds=None):
@@ -162,13 +182,20 @@ def plain(meta):
 def left(folder):
     "Everything in the runs of `folder` that matters, by name: tensors, arrays, records without their circumstances. The way to a finished backbone does not; a run that stops between the two leaves it behind."
     runs, out = Path(folder)/"runs", {}
-    older = [p for d in runs.glob("checkpoints/*") for p in sorted(d.glob("step-*"))[:-1]]  # of the two, the newest is the state; the other may be from before or after a validation
+    older = [p for d in runs.glob("checkpoints/*") for p in sorted(d.glob("step-*"))[:-1]]  # Ctrl-C saves where no other run does, so their names differ; `strange` judges what they hold
     for p in sorted(p for p in runs.rglob("*") if p.is_file() and p.name != ".lock" and p not in older and not re.match("metatest|pretrain-", p.parent.name)):
         name = str(p.relative_to(runs))
-        if p.suffix == ".safetensors": tensors, meta = load_tensors(p); out[name] = {**{k: (str(t.dtype), tuple(t.shape), checkpoints._raw(t).tobytes()) for k, t in tensors.items()}, "json": plain(meta)}
+        if p.suffix == ".safetensors": tensors, meta = load_tensors(p); out[name] = {**{k: (str(t.dtype), tuple(t.shape), raw(t).tobytes()) for k, t in tensors.items()}, "json": plain(meta)}
         elif p.parent.name == "records" and p.suffix == ".json": out[name] = records.essence(records.read_record(p))
         else: out[name] = p.read_bytes()
     return out
+
+
+def strange(folder, reference):
+    "Checkpoints of any age, those of the pretraining too, that are no state which the reference run passed through."
+    passed = set((Path(reference)/"states.txt").read_text().splitlines())
+    saved = [(p, load_tensors(p)) for p in sorted((Path(folder)/"runs/checkpoints").glob("*/step-*"))]
+    return [f"state {p.parent.name}/{p.stem}" for p, (tensors, top) in saved if f"{p.parent.name}/{p.stem} {fingerprint(tensors, top['meta'])}" not in passed]
 
 
 def unlike(a, b):

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"): os.environ[name] = "1"
@@ -18,7 +19,7 @@ START, HERE = time.time(), Path.cwd()
 
 class Tally:
     "Counts every fault that the tests inject: what, how often, how it ended, and how often something was lost."
-    def __init__(self): self.rows, self.figures, self.failed, self.before, self.minutes, self.old, self.shown = {}, [], 0, None, 0., [], []
+    def __init__(self): self.rows, self.figures, self.failed, self.before, self.minutes, self.old, self.shown, self.skipped = {}, [], 0, None, 0., [], [], []
 
     def keep(self, path):
         "What an earlier session left in the file: a session of some of the tests writes its own rows over theirs."
@@ -53,6 +54,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "stress: long; runs in `make stress` only")
     config.addinivalue_line("markers", "both: short in `make test`, long in `make stress`")
+    hypothesis.settings.register_profile("aim_nb", max_examples=500 if config.getoption("--stress") else 60, deadline=None, derandomize=True, database=None)
+    hypothesis.settings.load_profile("aim_nb")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -70,10 +73,12 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     terminalreporter.write_sep("=", "faults injected")
     terminalreporter.write_line(TALLY.table())
     for f in TALLY.shown or TALLY.figures: terminalreporter.write_line(f"{f['what']}: {f['value']:.2f} {f['unit']}")
+    for why in TALLY.skipped: terminalreporter.write_line(f"not tried here: {why}")
 
 
 def pytest_runtest_logreport(report):
     TALLY.failed += report.failed
+    if report.skipped: TALLY.skipped.append(report.longrepr[2].removeprefix("Skipped: "))
 
 
 def pytest_runtest_teardown(item, nextitem):
@@ -84,7 +89,7 @@ def pytest_runtest_teardown(item, nextitem):
     here = dict(python=".".join(map(str, sys.version_info[:3])), torch=torch.__version__, system=sys.platform)
     left = 0 if nextitem is None else len(item.session.items) - item.session.items.index(nextitem)
     TALLY.keep(HERE / path)
-    (HERE / path).write_text(json.dumps(dict(left=left, failed=TALLY.failed, minutes=round(TALLY.minutes + (time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.shown), indent=1) + "\n")
+    (HERE / path).write_text(json.dumps(dict(left=left, failed=TALLY.failed, skipped=TALLY.skipped, minutes=round(TALLY.minutes + (time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.shown), indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """`make test`: every suite in order, a line each with its seconds, and a summary line. Nothing in the tree is changed, whatever state it is in."""
 import filecmp, hashlib, os, re, shutil, subprocess, sys, tempfile, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -78,16 +79,27 @@ def suite_notebooks(tmp, env):
     return code == 0, len(total), failed or (["nbdev_test"] if code else []), out, note
 
 
+FIRST = "docs lab report reproduce benchmarks same_seed cli" # about half of the work; these wait for browsers and kernels
+
+
+def start_pytest(files, xml, env):
+    "Start pytest on some of the files."
+    return subprocess.Popen([BIN / "python", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={xml}", *files], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
 def suite_pytest(tmp, env):
-    "What no notebook owns."
-    xml = tmp / "pytest.xml"
+    "What no notebook owns, in two processes."
     if any((tmp / "runs/records").glob("*.json")): env = {**env, "AIM_FIRST_RUNS": str(tmp / "runs")} # what the notebooks left, to be compared with a second run
-    code, out = run(BIN / "python", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={xml}", "tests", env=env)
-    cases = list(ElementTree.parse(xml).getroot().iter("testcase")) if xml.exists() else []
+    files, xmls = sorted((ROOT / "tests").glob("test_*.py")), [tmp / "pytest-1.xml", tmp / "pytest-2.xml"]
+    halves = [[f for f in files if (f.stem.removeprefix("test_") in FIRST.split()) == first] for first in (True, False)]
+    started = [start_pytest(*job, env) for job in zip(halves, xmls)]
+    with ThreadPoolExecutor() as pool: outs = list(pool.map(lambda p: p.communicate()[0], started))
+    cases = [c for xml in xmls if xml.exists() for c in ElementTree.parse(xml).getroot().iter("testcase")]
     bad = [f"{c.get('classname')}::{c.get('name')}" for c in cases if c.find("failure") is not None or c.find("error") is not None]
     skipped = [c.find("skipped").get("message", "") for c in cases if c.find("skipped") is not None]
     note = f"{len(skipped)} skipped: " + "; ".join(sorted({s.split(chr(10))[0][:90] for s in skipped})[:4]) if skipped else ""
-    return code == 0, len(cases) - len(skipped), bad or (["pytest"] if code else []), out if code else "", note
+    failed = [o for p, o in zip(started, outs) if p.returncode]
+    return not failed, len(cases) - len(skipped), bad or ["pytest"]*len(failed), "\n".join(failed), note
 
 
 def fingerprint():

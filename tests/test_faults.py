@@ -6,7 +6,9 @@ import pytest
 
 from accidents import left, out_of_space, run_child
 from aim_nb import loop
+from aim_nb.banks import load_bank, write_bank
 from aim_nb.checkpoints import load_tensors
+from aim_nb.core import Protocol
 from test_kills import data, lost, whole
 
 pytestmark = pytest.mark.both
@@ -73,7 +75,7 @@ def test_disk_full_on_a_small_disk(data, whole, tmp_path, tally, many):
     t = Trials("oml+aim", data, whole, tmp_path, tally, many)
     for rng, folder in t:
         (folder/"runs").mkdir(parents=True)
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={rng.randint(40, 400)}k", "tmpfs", folder/"runs"], capture_output=True).returncode: return
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={rng.randint(40, 400)}k", "tmpfs", folder/"runs"], capture_output=True).returncode: pytest.skip("a small disk: this user may not mount one")
         try:
             child = t.start(folder)
             child.wait()
@@ -110,6 +112,7 @@ def test_data_vanishes(method, data, whole, tmp_path, tally, many):
     for rng, folder in t:
         own = folder/"data"; shutil.copytree(data, own)
         child = t.start(folder, data=own)
+        while child.wait(.002) is None and not (folder/"draws.txt").exists(): pass              # before that, glyphs would be made anew
         child.wait(t.moment()); os.rename(own, folder/"elsewhere")
         child.wait(); os.rename(folder/"elsewhere", own)
         t.ended("data root gone in the middle of a run", "what was open stays readable, or one sentence; back again, the same end", child, folder, data=own)
@@ -142,6 +145,7 @@ def test_two_processes_at_once(method, data, whole, tmp_path, tally, many):
 
 @each
 def test_ctrl_c(method, data, whole, tmp_path, tally, many):
+    "At any moment. What it saves, between a validation and the next step too, must be a state of the undisturbed run (`strange` looks at both kept checkpoints)."
     t, saved = Trials(method, data, whole, tmp_path, tally, many, 1, 6), 0
     for rng, folder in t:
         child = t.start(folder)
@@ -204,6 +208,31 @@ def test_a_damaged_checkpoint_falls_back(method, data, whole, tmp_path, tally, m
         child = t.start(folder)
         assert child.wait() == 0 and ("Falling back to the checkpoint before it." in child.text or how == "flipped"), child.text  # a bit of padding may flip
         t.ended(f"newest checkpoint {how}", "named, the one before it taken; the same end", child, folder, codes=(0,))
+
+
+OTHERS = {"architecture": (dict(M=8), "parameters.M is 6 there, 8 here"), "protocol": (dict(protocol=Protocol(norm="instance")), "protocol.norm is affine there, instance here"),
+          "dataset": (dict(dataset="omniglot"), "dataset is glyphs there, omniglot here")}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_checkpoint_of_another_run_is_refused(what, data, whole, tmp_path, tally, many):
+    "It is put where a run of another architecture, protocol or dataset looks for its own: refused with what differs, and left as it was; --fresh goes on without."
+    root = tmp_path/"data"; shutil.copytree(data, root)
+    bank = load_bank(root/"glyphs"); write_bank(root/"omniglot", "omniglot", bank.images, bank.labels, bank.split, bank.class_names, bank.splits, "noise")
+    (kw, said), runs = OTHERS[what], tmp_path/"runs/checkpoints"
+    start = lambda **more: run_child("oml+aim", tmp_path, root, **more)
+    assert start(where="step", at=5, protocol=Protocol()).wait() == -signal.SIGKILL
+    (own,) = runs.iterdir()
+    assert start(where="step", at=1, **{"protocol": Protocol(), **kw}).wait() == -signal.SIGKILL
+    (other,) = set(runs.iterdir()) - {own}
+    for p in own.glob("step-*"): shutil.copy(p, other)
+    before = {p.name: p.read_bytes() for p in other.glob("*.safetensors")}
+    child = start(**{"protocol": Protocol(), **kw})
+    ok = child.wait() == 2 and said in sentence(child) and "--fresh" in sentence(child) and before == {p.name: p.read_bytes() for p in other.glob("*.safetensors")}
+    fresh = start(fresh=True, **{"protocol": Protocol(), **kw})
+    ok = fresh.wait() == 0 and ok
+    tally.add(f"checkpoint of another {what}", "refused with the fields that differ, nothing loaded or changed", not ok)
+    assert len(before) == 2 and ok, (child.text, fresh.text)
 
 
 def test_a_damaged_best_state_is_refused(data, whole, tmp_path, tally, many):

@@ -1,10 +1,12 @@
 """SIGKILL anywhere in whole experiments (data to record), again and again; the end is the same in every bit as if nothing had happened."""
 import json, random, signal, time
 
+import numpy as np
 import pytest
+import torch
 
-from accidents import METHODS, draws, left, run_child, tiny_bank, unlike
-from aim_nb import train_fewshot
+from accidents import METHODS, draws, left, note_states, run_child, strange, tiny_bank, unlike
+from aim_nb import train_continual, train_fewshot
 
 WHAT = {"sib+aim": "few-shot with SIB+AIM: pretraining, features, meta-training, test", "oml+aim": "continual with OML+AIM: meta-training, meta-test",
         "anml+aim": "continual with ANML+AIM: meta-training, meta-test"}
@@ -16,12 +18,12 @@ def data(tmp_path_factory): return tiny_bank(tmp_path_factory.mktemp("data"))
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    "whole(method): folder, seconds and numbers of calls of an uninterrupted run."
+    "whole(method): folder, seconds and numbers of calls of an uninterrupted run, which notes every state it passes through."
     done = {}
     def get(method):
         if method not in done:
             folder, start = tmp_path_factory.mktemp("whole"), time.monotonic()
-            child = run_child(method, folder, data)
+            child = run_child(method, folder, data, before=lambda: note_states(folder/"states.txt"))
             assert child.wait() == 0, child.text
             done[method] = folder, time.monotonic() - start, json.loads((folder/"calls.json").read_text())
         return done[method]
@@ -42,8 +44,8 @@ def kill_once(method, folder, data, rng, whole, where):
 def lost(folder, reference):
     "What differs between an interrupted run and the reference: files, tensors, fields, draws; empty when nothing does."
     once, again = draws(reference), draws(folder)
-    moved = [f"draw {k}" for k in once if again.get(k) != once[k]]  # every attempt at a step, the first one after a kill too, drew the same indices
-    return unlike(left(folder), left(reference)) + moved + [str(p.name) for p in (folder/"runs").rglob(".*.part")]
+    moved = [f"draw {k}" for k in sorted(once.keys() | again.keys()) if again.get(k) != once.get(k)]  # every attempt at a step, the first one after a kill too, drew the same indices
+    return unlike(left(folder), left(reference)) + strange(folder, reference) + moved + [str(p.name) for p in (folder/"runs").rglob(".*.part")]
 
 
 @pytest.mark.both
@@ -62,20 +64,39 @@ def test_killed_anywhere_ends_the_same(method, data, whole, tmp_path, tally, man
         assert not gone and (kills or i), (deaths, gone)
 
 
+def forget(method):
+    "In a child: resume without the optimiser's memory."
+    if method != "sib+aim": train_continual.load_optimizer = lambda optimizer, tensors: None; return
+    load = train_fewshot.FewshotModel.load
+    train_fewshot.FewshotModel.load = lambda self, t: load(self, {**t, "momentum": t["momentum"]*0})
+
+
 @pytest.mark.both
-def test_the_comparison_can_fail(data, whole, tmp_path, tally):
-    "Negative control: a run that forgets one momentum when it is resumed is found out, and so is one that draws another episode."
-    def forget():
-        load = train_fewshot.FewshotModel.load
-        train_fewshot.FewshotModel.load = lambda self, t: load(self, {**t, "momentum": t["momentum"]*0})
-    folder = tmp_path/"forgetful"
-    assert run_child("sib+aim", folder, data, "step", 20).wait() == -signal.SIGKILL
-    child = run_child("sib+aim", folder, data, before=forget)
+@pytest.mark.parametrize("method", ["sib+aim", *(pytest.param(m, marks=pytest.mark.stress) for m in METHODS[1:])])
+def test_the_comparison_can_fail(method, data, whole, tmp_path, tally):
+    "Negative control: a run that forgets its momentum when it is resumed is found out, and so is one that draws another episode."
+    step, weights = (20, "head.") if method == "sib+aim" else (6, "net.")
+    assert run_child(method, tmp_path, data, "step", step).wait() == -signal.SIGKILL
+    child = run_child(method, tmp_path, data, before=lambda: forget(method))
     assert child.wait() == 0, child.text
-    gone = lost(folder, whole("sib+aim")[0])
+    gone = lost(tmp_path, whole(method)[0])
     tally.add("negative control: a resumed run that forgets its momentum", "the comparison finds it", not gone)
-    assert any("head." in g for g in gone) and any("metrics" in g for g in gone)
-    noted = folder/"draws.txt"
+    assert any(f": {weights}" in g for g in gone) and any("metrics" in g for g in gone)
+    assert len([g for g in gone if g.startswith("state ") and "pretrain" not in g]) == 2                       # both of the kept checkpoints
+    noted = tmp_path/"draws.txt"
     first = noted.read_text().splitlines()[0]
     noted.write_text(noted.read_text() + first[:-1] + ("0" if first[-1] != "0" else "1") + "\n")
-    assert any(g.startswith("draw ('pretrain', 0)") for g in lost(folder, whole("sib+aim")[0]))
+    kind, i, _ = first.split()
+    assert f"draw {(kind, int(i))}" in lost(tmp_path, whole(method)[0])
+
+
+@pytest.mark.both
+@pytest.mark.parametrize("method", METHODS)
+def test_global_generators_have_no_say(method, data, whole, tmp_path, tally):
+    "Whatever state the process's own generators are in, first weights and draws are the same."
+    def seeds(): torch.manual_seed(99); np.random.seed(99); random.seed(99)
+    child = run_child(method, tmp_path, data, before=seeds)
+    assert child.wait() == 0, child.text
+    gone = lost(tmp_path, whole(method)[0])
+    tally.add("other seeds in the global generators of Python, numpy and torch", "the same end", gone)
+    assert not gone, gone
