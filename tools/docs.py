@@ -73,10 +73,12 @@ html_static_path, html_css_files, html_favicon = ["static"], ["site.css"], "stat
 """
 CSS = """
 .bd-sidebar-primary h3 {display: none} .bd-sidebar-primary ul {list-style: none; padding-left: .6rem} .bd-sidebar-primary a {text-decoration: none} .bd-sidebar-primary .caption {font-weight: 600; margin-top: 1rem}
-.bd-page-width {max-width: 100rem} .bd-sidebar-primary {flex: 0 0 16rem; font-size: .9rem} .bd-sidebar-secondary {flex: 0 0 14rem; width: 14rem} .bd-main .bd-content .bd-article-container {max-width: 68rem}
+.bd-page-width {max-width: 100rem} .bd-sidebar-primary {flex: 0 0 16rem; font-size: .9rem} .bd-sidebar-secondary {flex: 0 0 14rem; width: 14rem; font-size: .85rem; overflow-wrap: anywhere} .bd-main .bd-content .bd-article-container {max-width: 68rem}
 html {--pst-font-size-h1: 2rem; --pst-font-size-h2: 1.6rem; --pst-font-size-h3: 1.25rem}
-.bd-article pre {font-size: .8rem} .bd-article table {font-size: .85rem; width: auto; margin-left: 0} .bd-article table p {margin: 0} .bd-article th, .bd-article td {padding: .25rem .5rem}
+.bd-article pre {font-size: .75rem} .bd-article table {font-size: .85rem; width: auto; margin-left: 0} .bd-article table p {margin: 0} .bd-article table th, .bd-article table td {padding: .2rem .45rem !important}
 .bd-article figure {text-align: left} .bd-article figure img {margin-left: 0} .bd-article figcaption {text-align: left} .bd-article figcaption p {color: var(--pst-color-text-base); font-weight: 400; font-size: .9rem; padding: 0}
+html[data-theme="dark"] .text_html, html[data-theme="dark"] .bd-content img {background: none !important; color: inherit !important; filter: none !important; padding: 0 !important} .bd-article .text_html table {font-size: .8rem} .bd-article .text_html td {white-space: nowrap} .bd-article table caption {color: inherit}
+.btn-outline-primary {--bs-btn-color: var(--pst-color-link); --bs-btn-border-color: var(--pst-color-link)}
 """
 STATIC = {
     "site.css": CSS,
