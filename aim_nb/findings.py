@@ -8,10 +8,10 @@ import math
 from typing import NamedTuple
 import numpy as np
 from . import activation, viz
-from .core import content_key
+from .core import PAPER_LONG, content_key
 from .paper import Seeds, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, plain_variant, reached, seed_summary
 from .records import field, read_records, record_name
-from .tables import ablation_table, continual_curve, continual_table, fewshot_table, method_label, moved_switches, present, table_csv, table_markdown, variant
+from .tables import METHODS, ablation_table, continual_curve, continual_table, fewshot_table, method_label, moved_switches, present, table_csv, table_markdown, variant
 
 # %% auto #0
 __all__ = ['AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
@@ -171,7 +171,7 @@ def _judged(claim, value, se, seeds, budget) -> str:
     if budget == "smoke": return "smoke only"
     holds = value > claim["bound"] if claim["relation"] == ">" else value < claim["bound"]
     word = claim_verdict(value, se, claim["relation"], claim["bound"]) if se else "supported" if holds else "contradicted"
-    return word + ("" if budget == "paper" else " so far") + (" (one seed" + ("" if se else ", no interval") + ")" if seeds == 1 else "")
+    return word + ("" if budget in PAPER_LONG else " so far") + (" (one seed" + ("" if se else ", no interval") + ")" if seeds == 1 else "")
 
 def claim_rows(
     records,   # kept ones
@@ -282,7 +282,7 @@ def figure_rows(records) -> list:
 
 def budgets(records) -> list:
     "The budgets of some records, longest first; `paper` is always named."
-    order = lambda b: (b.split("@")[0] != "paper", b != "paper", b != "quick", -int((b.split("@") + ["0"])[1]))
+    order = lambda b: (b.split("@")[0] not in PAPER_LONG, b not in PAPER_LONG, b != "quick", -int((b.split("@") + ["0"])[1]), b)
     return sorted({"paper"} | {r["budget"]["name"] for r in records}, key=order)
 
 # %% ../nbs/18_findings.ipynb #7f352b0c
@@ -336,7 +336,7 @@ def missing(records, seeds=3) -> list:
     out = []
     for (table, dataset, backbone), rows in groups.items():
         at = lambda r: tuple(r.get(k) for k in _CELL)
-        done = {at(r) for r in rows if r["covered"] and r["budget"] == "paper"}
+        done = {at(r) for r in rows if r["covered"] and r["budget"] in PAPER_LONG}
         left = {at(r): r for r in rows if at(r) not in done}
         runs = {tuple(r.get(k) for k in _CELL if k != "n_classes"): _run(r) for r in left.values()}
         hours = [run_hours(w, records) for w in runs.values()]
@@ -348,7 +348,7 @@ def missing(records, seeds=3) -> list:
 def figure_hours(row, records) -> tuple: # of `paper_labels`
     "For the parts of a figure that no kept record at the paper's budget holds: hours of meta-training, one seed, and of the backbones they stand on."
     mine = points(records)
-    lack = [n for n in figure_needs(row) if not any(fits(p, n | dict(budget="paper")) for p in mine)]
+    lack = [n for n in figure_needs(row) if not any(fits(p, n) and p.where["budget"] in PAPER_LONG for p in mine)]
     runs = [{k: n[k] for k in ("dataset", "method", "backbone") if k in n} | dict(task="fewshot" if "sib" in n["method"] else "continual") for n in lack]
     return sum(run_hours(r, records)[0] for r in runs), sum(backbone_hours(*b) for b in {(r["backbone"], r["dataset"]) for r in runs if "backbone" in r})
 
@@ -454,12 +454,13 @@ def _ablation(variant) -> bool:
     moved = dict(part.split("=") for part in variant.split(", ")) if variant else {}
     return bool(moved) and set(moved) <= {"K", "l", "decision"} and ("K" not in moved or moved.get("l") == "0")
 
-def _budget_word(name, steps) -> str: return "–" if not name or name != name else name if "@" in name else f"{name}, {steps:,.0f} steps"
+def _budget_word(name, steps) -> str: return "–" if not name or name != name else name if "@" in name else f"{name} ({steps:,.0f})"
 
 def block_markdown(table, block, records) -> str:
     "One block of a table for the report: ours, the paper's, verdict, records. What is a cell of an ablation table stands there, not in tab:few-shot."
     f = frame(table, block, records)
     if table == "few-shot": f = f[[not _ablation(v) if isinstance(v, str) else True for v in f.variant]]
+    if table == "continualz": f = f.assign(_m=f.method.map(METHODS.index)).sort_values(["_m", "variant", "steps", "n_classes"], kind="stable", na_position="last").drop(columns="_m")   # a trajectory's cells together
     rows = [dict(zip(("dataset", "backbone"), block)) | {k: None if v != v else v for k, v in r.items()} | {"table": table} for r in f.to_dict("records")]
     text = present(f).assign(Budget=[_budget_word(b, n) for b, n in zip(f.budget, f.steps)])
     text = text.drop(columns=["Steps"] + (["Budget", "Seeds", "Variant"] if f.ours.isna().all() else []), errors="ignore")
