@@ -403,6 +403,7 @@ def trained(where, seeds=1) -> str:
     "How long a point was trained, in words."
     full = hyper(where["task"])["steps"].value
     steps = f"the paper's {full:,} steps" if where["steps"] == full else f"{where['steps']:,} of the paper's {full:,} steps"
+    if where["budget"] in PAPER_LONG and where["budget"] != "paper": steps += f" at {where['budget']}"
     return f"{steps}, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 def _groups(items, *coordinates) -> list:
