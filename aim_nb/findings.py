@@ -8,17 +8,18 @@ import math
 from typing import NamedTuple
 import numpy as np
 from . import activation, viz
-from .core import content_key
-from .paper import Seeds, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, reached, seed_summary
+from .core import PAPER_LONG, content_key
+from .paper import Seeds, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, plain_variant, reached, seed_summary
 from .records import field, read_records, record_name
-from .tables import ablation_table, continual_curve, continual_table, fewshot_table, method_label, moved_switches, present, table_csv, table_markdown, variant
+from .tables import METHODS, ablation_table, continual_curve, continual_table, fewshot_table, method_label, moved_switches, present, table_csv, table_markdown, variant
 
 # %% auto #0
 __all__ = ['AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
            'coordinates', 'points', 'paper_points', 'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains',
-           'claim_values', 'setting', 'claim_rows', 'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows',
-           'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text', 'backbone_hours', 'run_hours',
-           'missing', 'figure_hours', 'label_lines', 'hours_text', 'missing_lines', 'claim_lines', 'report_text',
+           'claim_values', 'setting', 'in_order', 'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame',
+           'rows_of', 'cell_rows', 'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text',
+           'backbone_hours', 'run_hours', 'missing', 'figure_hours', 'label_lines', 'hours_text', 'cost_text',
+           'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained', 'plain_lines', 'gain_lines',
            'records_of', 'block_markdown', 'notebook_links', 'activation_figures', 'continual_masks',
            'trajectory_figures', 'ablation_figures', 'all_figures', 'table_files']
 
@@ -125,7 +126,7 @@ def partner(point, pair, all_):
     free = {*pair.a, *pair.b} | ({"K", "l", "decision"} if pair.a.get("method") != pair.b.get("method") else set())
     if "dataset" in free: free |= {"data", "plan"}
     same = {k: point.where[k] for k in _NAMED if k in point.where and k not in free}
-    found = [q for q in all_ if fits(q, same | pair.b) and pair.metric in q.values and q.where["other"] in (point.where["other"], "")]
+    found = [q for q in all_ if fits(q, same | pair.b) and pair.metric in q.values and q.where["other"] in (point.where["other"], plain_variant(point.where["other"]))]
     return next((q for q in sorted(found, key=lambda q: q.where["other"] != point.where["other"]) if q is not point), None)
 
 def se_of(s) -> float:
@@ -161,40 +162,68 @@ def setting(where) -> str:
              method_label(where["method"]) if where["task"] != "fewshot" else None, where["other"]]
     return ", ".join(str(p) for p in parts if p)
 
+def in_order(point) -> tuple:
+    "A key to sort points by."
+    return tuple(point.where.get(k) or ("" if k in ("dataset", "backbone", "method", "other") else 0) for k in ("dataset", "backbone", "n_shot", "method", "other", "n_classes", "steps"))
+
 def _judged(claim, value, se, seeds, budget) -> str:
     "The verdict on one measurement."
     if budget == "smoke": return "smoke only"
     holds = value > claim["bound"] if claim["relation"] == ">" else value < claim["bound"]
     word = claim_verdict(value, se, claim["relation"], claim["bound"]) if se else "supported" if holds else "contradicted"
-    return word + ("" if budget == "paper" else " so far") + (" (one seed)" if seeds == 1 else "")
+    return word + ("" if budget in PAPER_LONG else " so far") + (" (one seed" + ("" if se else ", no interval") + ")" if seeds == 1 else "")
 
 def claim_rows(
     records,   # kept ones
     ids=None,  # some claims only
 ) -> list:
     "A row a claim and setting: value, half width, the paper's own value, verdict; claims that nothing measures have one row."
-    mine, theirs, out = points(records), paper_points(), []
+    mine, theirs, out = sorted(points(records), key=in_order), paper_points(), []
     for c in (c for c in claims() if ids is None or c["id"] in ids):
         paper = {setting(p.where): v for p, v, _, _ in claim_values(c["id"], theirs)}
-        rows = [dict(id=c["id"], text=c["text"], section=c["section"], setting=setting(p.where), budget=p.where["budget"], steps=p.where["steps"], value=v, ci=1.96*se,
+        rows = [dict(id=c["id"], text=c["text"], section=c["section"], setting=setting(p.where), where=p.where, budget=p.where["budget"], steps=p.where["steps"], value=v, ci=1.96*se,
                      paper=paper.get(setting(p.where)), verdict=_judged(c, v, se, n, p.where["budget"])) for p, v, se, n in claim_values(c["id"], mine)]
-        out += rows or [dict(id=c["id"], text=c["text"], section=c["section"], setting="", budget="", steps=0, value=None, ci=None, paper=None, verdict="not measured")]
+        out += rows or [dict(id=c["id"], text=c["text"], section=c["section"], setting="", where={}, budget="", steps=0, value=None, ci=None, paper=None, verdict="not measured")]
     return out
 
 # %% ../nbs/18_findings.ipynb #07016570
-def _ours(r) -> str:
-    "A value with its interval; small ones (gaps, roughness) with more digits."
-    if r["value"] is None: return "–"
-    return f"{r['value']:+.{2 if not r['value'] or abs(r['value']) >= .1 else 4}f}" + (f" ± {r['ci']:.2f}" if r["ci"] else "")
+def _value(r) -> str:
+    "A value with its interval: counts without a sign, small ones (gaps, roughness) with more digits."
+    if r["id"] in ("shared-mechanisms", "sparse-mechanisms"): return f"{r['value']:.0f}"
+    text = f"{r['value']:+.{2 if not r['value'] or abs(r['value']) >= .1 else 4}f}" + (f" ± {r['ci']:.2f}" if r["ci"] else "")
+    return f"{r['where']['n_classes']}: {text}" if "n_classes" in r["where"] else text
 
-def _theirs(r) -> str: return "–" if r["paper"] is None else f"{r['paper']:+.2f}"
+def longest(rows) -> list:
+    "Rows of one setting together, at its longest training: a list for each."
+    groups = {}
+    for r in rows: groups.setdefault((r["id"], setting({**r["where"], "n_classes": None}) if r["where"] else ""), []).append(r)
+    return [[r for r in g if r["steps"] == max(r["steps"] for r in g)] for g in groups.values()]
+
+def _span(id) -> str:
+    "The paper's own values of a claim."
+    values = sorted({round(v, 2) for _, v, _, _ in claim_values(id, paper_points())})
+    return "–" if not values else f"{values[0]:+.2f}" if len(values) == 1 else f"{values[0]:+.2f} to {values[-1]:+.2f}"
+
+# %% ../nbs/18_findings.ipynb #2b86ca61
+def _claim_line(rows, first) -> str:
+    "A line of the table of claims, for the rows of one setting."
+    r, shown = rows[0], sorted(rows, key=lambda r: r["where"].get("n_classes", 0))
+    if len(shown) > 3: shown = [shown[0], shown[len(shown)//2], shown[-1]]
+    words = [x["verdict"] for x in rows]
+    said = ", ".join(w if len(rows) == 1 else f"{words.count(w)} {w}" for w in dict.fromkeys(words))
+    theirs = ", ".join("–" if x["paper"] is None else f"{x['paper']:+.2f}" for x in shown) if any(x["paper"] is not None for x in shown) else "–"
+    where = f"{setting({**r['where'], 'n_classes': None})}; {r['budget']}, {r['steps']:,} steps" if r["where"] else "–"
+    ours, theirs = (", ".join(map(_value, shown)), theirs) if r["where"] else ("–", _span(r["id"]))
+    return f"| {r['text'] + ' (' + r['section'] + ')' if first else ''} | {where} | {ours} | {theirs} | {said} |"
 
 def claims_markdown(
     rows, # of `claim_rows`
 ) -> str:
-    "Claims as a Markdown table."
-    head = "| Claim | Setting | Budget | Ours | Paper | Verdict |\n|---|---|---|---|---|---|\n"
-    return head + "\n".join(f"| {r['text']} ({r['section']}) | {r['setting'] or '–'} | {r['budget'] and r['budget'] + ', ' + format(r['steps'], ',') + ' steps' or '–'} | {_ours(r)} | {_theirs(r)} | {r['verdict']} |" for r in rows)
+    "Claims as a Markdown table: a line a setting, the claim's text before its first."
+    seen, lines = set(), []
+    for group in longest(rows):
+        lines.append(_claim_line(group, group[0]["id"] not in seen)); seen.add(group[0]["id"])
+    return "| Claim | Setting | Ours | Paper | Verdict |\n|---|---|---|---|---|\n" + "\n".join(lines)
 
 # %% ../nbs/18_findings.ipynb #520ac003
 FEWSHOT_TABLES = ("few-shot", "soft_hard", "sto_count", "active_mech")
@@ -253,7 +282,7 @@ def figure_rows(records) -> list:
 
 def budgets(records) -> list:
     "The budgets of some records, longest first; `paper` is always named."
-    order = lambda b: (b.split("@")[0] != "paper", b != "paper", b != "quick", b)
+    order = lambda b: (b.split("@")[0] not in PAPER_LONG, b not in PAPER_LONG, b != "quick", -int((b.split("@") + ["0"])[1]), b)
     return sorted({"paper"} | {r["budget"]["name"] for r in records}, key=order)
 
 # %% ../nbs/18_findings.ipynb #7f352b0c
@@ -307,7 +336,7 @@ def missing(records, seeds=3) -> list:
     out = []
     for (table, dataset, backbone), rows in groups.items():
         at = lambda r: tuple(r.get(k) for k in _CELL)
-        done = {at(r) for r in rows if r["covered"] and r["budget"] == "paper"}
+        done = {at(r) for r in rows if r["covered"] and r["budget"] in PAPER_LONG}
         left = {at(r): r for r in rows if at(r) not in done}
         runs = {tuple(r.get(k) for k in _CELL if k != "n_classes"): _run(r) for r in left.values()}
         hours = [run_hours(w, records) for w in runs.values()]
@@ -316,12 +345,12 @@ def missing(records, seeds=3) -> list:
     return out
 
 # %% ../nbs/18_findings.ipynb #7c131d03
-def figure_hours(row, records) -> float: # of `paper_labels`
-    "Hours of meta-training, one seed, for the parts of a figure that no kept record at the paper's budget holds."
+def figure_hours(row, records) -> tuple: # of `paper_labels`
+    "For the parts of a figure that no kept record at the paper's budget holds: hours of meta-training, one seed, and of the backbones they stand on."
     mine = points(records)
-    lack = [n for n in figure_needs(row) if not any(fits(p, n | dict(budget="paper")) for p in mine)]
+    lack = [n for n in figure_needs(row) if not any(fits(p, n) and p.where["budget"] in PAPER_LONG for p in mine)]
     runs = [{k: n[k] for k in ("dataset", "method", "backbone") if k in n} | dict(task="fewshot" if "sib" in n["method"] else "continual") for n in lack]
-    return sum(run_hours(r, records)[0] for r in runs)
+    return sum(run_hours(r, records)[0] for r in runs), sum(backbone_hours(*b) for b in {(r["backbone"], r["dataset"]) for r in runs if "backbone" in r})
 
 # %% ../nbs/18_findings.ipynb #0c1ae072
 def _verdicts(table, cells) -> str:
@@ -335,16 +364,21 @@ def label_lines(records) -> list:
     for row in paper_labels():
         if row["kind"] == "table": said = _verdicts(row["label"].removeprefix("tab:"), cells)
         elif not (needs := figures[row["label"]]["needs"]): said = "drawn by code"
-        else: said = (", ".join(f"{n} of {needs} parts at {b}" for b, n in figures[row["label"]]["have"].items() if n) or "not made") + f"; the rest: {hours_text(figure_hours(row, records))}"
+        else: said = parts_text(figures[row["label"]]) + f"; the rest: {cost_text(*figure_hours(row, records))}"
         lines.append(f"{row['label']:<28} {said}")
     return lines
 
 def hours_text(h) -> str: return f"{h*60:.0f} min" if h < 1.5 else f"{h:.0f} h" if h < 72 else f"{h/24:.0f} days"
 
+def cost_text(hours, backbone) -> str: return hours_text(hours) + (f" + {hours_text(backbone)} for the backbone" if backbone else "")
+
+def parts_text(row) -> str: # of `figure_rows`
+    "Which of a figure's parts are there, in words."
+    return ", ".join(f"{n} of {row['needs']} parts at {b}" for b, n in row["have"].items() if n) or "not made"
+
 def missing_lines(records) -> list:
     "A line a block of cells that are missing at the paper's budget, with the cost on two CPU cores."
-    return [f"tab:{m['table']:<12} {m['dataset']:<14} {m['backbone']:<10} {m['cells']:>3} cells, {m['runs']:>3} runs: {hours_text(m['hours'])} ({m['basis']})"
-            + (f" + {hours_text(m['backbone_hours'])} for the backbone" if m["backbone"] else "") for m in missing(records)]
+    return [f"tab:{m['table']:<12} {m['dataset']:<14} {m['backbone']:<10} {m['cells']:>3} cells, {m['runs']:>3} runs: {cost_text(m['hours'], m['backbone_hours'])} ({m['basis']})" for m in missing(records)]
 
 # %% ../nbs/18_findings.ipynb #0d427607
 def claim_lines(records) -> list:
@@ -364,6 +398,47 @@ def report_text(
              ("Claims", claim_lines(records)), ("Missing at the paper's budget, three seeds, two CPU cores", missing_lines(records))]
     return "\n\n".join(title + "\n" + "\n".join("  " + line for line in lines) for title, lines in parts) + "\n"
 
+# %% ../nbs/18_findings.ipynb #d114ac29
+def trained(where, seeds=1) -> str:
+    "How long a point was trained, in words."
+    full = hyper(where["task"])["steps"].value
+    steps = f"the paper's {full:,} steps" if where["steps"] == full else f"{where['steps']:,} of the paper's {full:,} steps"
+    if where["budget"] in PAPER_LONG and where["budget"] != "paper": steps += f" at {where['budget']}"
+    return f"{steps}, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
+
+def _groups(items, *coordinates) -> list:
+    "Tuples that start with a point, by some coordinates; of each group those of the longest training, by number of classes."
+    groups = {}
+    for t in items: groups.setdefault(tuple(t[0].where[c] for c in coordinates), []).append(t)
+    of_n = lambda t: t[0].where.get("n_classes", 0)
+    return [sorted((t for t in g if t[0].where["steps"] == max(t[0].where["steps"] for t in g)), key=of_n) for g in groups.values()]
+
+def _ends(group) -> list: return group[:1] + group[-1:] if len(group) > 1 else group
+
+def plain_lines(records) -> list:
+    "A sentence for each plain continual method on the paper's data."
+    out = []
+    for g in _groups(((p,) for p in sorted(points(records), key=in_order) if p.where["task"] == "continual" and p.where["method"] in ("oml", "anml")), "dataset", "method", "other"):
+        w, n = g[0][0].where, g[0][0].values["accuracy"].n
+        theirs = {r["n_classes"]: r["accuracy"] for r in paper_table("continualz", dataset=w["dataset"], method=w["method"])}
+        said = ", ".join(f"{p.values['accuracy'].mean:.1f} % after {p.where['n_classes']} classes (paper: {theirs[p.where['n_classes']]:.1f})" for p, in _ends(g) if p.where["n_classes"] in theirs)
+        if said: out.append(f"- **{method_label(w['method'])} on {w['dataset']}**{', ' + w['other'] if w['other'] else ''} ({trained(w, n)}): {said}.")
+    return out
+
+# %% ../nbs/18_findings.ipynb #18d3edb8
+def gain_lines(records) -> list:
+    "A sentence for each setting in which AIM stands beside its plain method."
+    mine, theirs, out = sorted(points(records), key=in_order), paper_points(), []
+    for claim, plain in (("aim-beats-sib", "SIB"), ("aim-beats-oml", "OML"), ("aim-beats-anml", "ANML")):
+        paper = {setting(p.where | {"other": ""}): v for p, v, _, _ in claim_values(claim, theirs)}
+        at = ("dataset", "backbone", "n_shot") if plain == "SIB" else ("dataset", "other")
+        for g in _groups((d for d in claim_values(claim, mine) if d[0].where["budget"] != "smoke" and (plain != "SIB" or not d[0].where["other"])), *at):
+            w = g[0][0].where
+            where = f"{w['dataset']}, {w['backbone']}, {w['n_shot']}-shot" if plain == "SIB" else w["dataset"] + (f", {w['other']}" if w["other"] else "")
+            said = [f"{v:+.1f} ± {1.96*se:.1f} points" + (f" at {p.where['n_classes']} classes" if plain != "SIB" else "") + (f" (paper: {t:+.1f})" if (t := paper.get(setting(p.where | {"other": ""}))) is not None else "") for p, v, se, _ in _ends(g)]
+            out.append(f"- **AIM over {plain} on {where}** ({trained(w, min(d[3] for d in g))}): {', '.join(said)}.")
+    return out
+
 # %% ../nbs/18_findings.ipynb #44f993ec
 def records_of(
     row,     # of `cell_rows`
@@ -375,11 +450,21 @@ def records_of(
     fit = lambda r: all(field(r, k) == v for k, v in ({"method": "sib+aim"} | own).items()) and (r["budget"]["name"], r["budget"]["steps"]) == (row["budget"], row["steps"])
     return [r for r in records if r["task"] == _run(row)["task"] and fit(r) and variant(r, list(own)) == row["variant"]]
 
+def _ablation(variant) -> bool:
+    "Whether a variant of SIB+AIM is a cell of one of the ablation tables."
+    moved = dict(part.split("=") for part in variant.split(", ")) if variant else {}
+    return bool(moved) and set(moved) <= {"K", "l", "decision"} and ("K" not in moved or moved.get("l") == "0")
+
+def _budget_word(name, steps) -> str: return "–" if not name or name != name else name if "@" in name else f"{name} ({steps:,.0f})"
+
 def block_markdown(table, block, records) -> str:
-    "One block of a table for the report: ours, the paper's, verdict, records."
+    "One block of a table for the report: ours, the paper's, verdict, records. What is a cell of an ablation table stands there, not in tab:few-shot."
     f = frame(table, block, records)
+    if table == "few-shot": f = f[[not _ablation(v) if isinstance(v, str) else True for v in f.variant]]
+    if table == "continualz": f = f.assign(_m=f.method.map(METHODS.index)).sort_values(["_m", "variant", "steps", "n_classes"], kind="stable", na_position="last").drop(columns="_m")   # a trajectory's cells together
     rows = [dict(zip(("dataset", "backbone"), block)) | {k: None if v != v else v for k, v in r.items()} | {"table": table} for r in f.to_dict("records")]
-    text = present(f).drop(columns=["Budget", "Steps", "Seeds", "Variant"] if f.ours.isna().all() else [], errors="ignore")
+    text = present(f).assign(Budget=[_budget_word(b, n) for b, n in zip(f.budget, f.steps)])
+    text = text.drop(columns=["Steps"] + (["Budget", "Seeds", "Variant"] if f.ours.isna().all() else []), errors="ignore")
     text["Records"] = [" ".join(f"[{i}](../results/{record_name(x)})" for i, x in enumerate(records_of(r, records), 1)) for r in rows]
     line = lambda cells: "| " + " | ".join(map(str, cells)) + " |"
     return "\n".join([line(text.columns), line(["---"]*len(text.columns)), *(line(r) for r in text.itertuples(index=False))])
@@ -398,10 +483,10 @@ def _best(records) -> list:
     return list(best.values())
 
 def _one_budget(records) -> list:
-    "Of each dataset the records of its longest budget: lines of one figure have had the same training."
-    records = list(records)
-    longest = {d: max((r["budget"]["steps"], content_key(r["budget"], 6)) for r in records if r["dataset"] == d) for d in {r["dataset"] for r in records}}
-    return [r for r in records if (r["budget"]["steps"], content_key(r["budget"], 6)) == longest[r["dataset"]]]
+    "Of each dataset the records of the budget with the most methods, of equals the longest: lines of one figure have had the same training."
+    groups = {}
+    for r in records: groups.setdefault(r["dataset"], {}).setdefault((r["budget"]["steps"], content_key(r["budget"], 6)), []).append(r)
+    return [r for of in groups.values() for r in of[max(of, key=lambda b: (len({r["method"] for r in of[b]}), b))]]
 
 def activation_figures(records) -> dict:
     "File name -> figure: masks first and last, and the weights over training, of the kept activation records."
@@ -435,9 +520,9 @@ def trajectory_figures(records) -> dict:
     mine, out = list(_one_budget(r for r in records if r["task"] == "continual" and variant(r) in PAPERS_OWN)), {}
     for d in sorted({r["dataset"] for r in mine}):
         here = [r for r in mine if r["dataset"] == d]
-        for ends, own, words in (("", "", "the output layer moves"), ("_fast", PAPERS_OWN[1], "with AIM all fast weights move")):
+        for ends, own, words in (("", "", "only the output moves"), ("_fast", PAPERS_OWN[1], "AIM: all fast weights move")):
             lines = {r["method"]: continual_curve(r) for r in _best(r for r in here if variant(r) == (own if "aim" in r["method"] else ""))}
-            if not own or any("aim" in m for m in lines): out[viz.figure_name("fig:benchmark_continual", d) + ends] = viz.accuracy_trajectories(lines, d, title=f"ours, {words}")
+            if not own or any("aim" in m for m in lines): out[viz.figure_name("fig:benchmark_continual", d) + ends] = viz.accuracy_trajectories(lines, d, title=f"{d}, {here[0]['budget']['steps']:,} steps; {words}")
     return out
 
 # %% ../nbs/18_findings.ipynb #9ce4beb1
@@ -452,8 +537,8 @@ def ablation_figures(records) -> dict:
     "File name -> figure: zero-meaned accuracy over K+l and over K."
     out = {}
     for block in blocks("sto_count", records):
-        panels = {"sampled from the top K+l": _swept("sto_count", records, block), "active mechanisms K": _swept("active_mech", records, block)}
-        if any(panels.values()): out[viz.figure_name("fig:latency_comparison", block[0]) + ("" if block[1] == "conv4" else f"_{block[1]}")] = viz.ablation_curves({t: c for t, c in panels.items() if c})
+        panels = {"sampled from the top K+l (K=8)": _swept("sto_count", records, block), "active mechanisms K (l=0)": _swept("active_mech", records, block)}
+        if any(panels.values()): out[viz.figure_name("fig:latency_comparison", block[0]) + ("" if block[1] == "conv4" else f"_{block[1]}")] = viz.ablation_curves({t: c for t, c in panels.items() if c}, "number of mechanisms")
     return out
 
 def all_figures(records=None) -> dict: # default: the kept ones

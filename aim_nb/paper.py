@@ -11,10 +11,10 @@ from typing import NamedTuple
 from .core import PAPER_LONG, AimError, check_choice
 
 # %% auto #0
-__all__ = ['TABLES', 'paper_table', 'paper_value', 'Hyper', 'hyper', 'class_split', 'plain_method', 'half_width', 'fewshot_gains',
-           'gains', 'errata', 'Seeds', 'seed_summary', 'pooled_sd', 'seed_spread', 'tolerance', 'verdict', 'bands',
-           'band_place', 'in_band', 'plain_right', 'comparability', 'compare', 'reached', 'judge', 'claims',
-           'claim_verdict', 'claim', 'paper_labels', 'paper_cells']
+__all__ = ['TABLES', 'AIMS_OWN', 'paper_table', 'paper_value', 'Hyper', 'hyper', 'class_split', 'plain_method', 'half_width',
+           'fewshot_gains', 'gains', 'errata', 'Seeds', 'seed_summary', 'pooled_sd', 'seed_spread', 'tolerance',
+           'verdict', 'bands', 'band_place', 'in_band', 'plain_right', 'comparability', 'compare', 'plain_variant',
+           'reached', 'judge', 'claims', 'claim_verdict', 'claim', 'paper_labels', 'paper_cells']
 
 # %% ../nbs/01_paper.ipynb #f0bfff25
 TABLES = {"few-shot": "tab:few-shot", "sto_count": "tab:sto_count", "active_mech": "tab:active_mech", "soft_hard": "tab:soft_hard",
@@ -241,10 +241,16 @@ def compare(
     return [_compared(table, c, s, *seed_spread(s, equal)) for c, s in zip(cells, ours)]
 
 # %% ../nbs/01_paper.ipynb #4c875551
+AIMS_OWN = ("M", "K", "l", "gate", "decision", "select", "aim_update", "adapt", "metatest_update")
+
+def plain_variant(variant) -> str:
+    "What is left of a variant for a method without AIM."
+    return ", ".join(part for part in variant.split(", ") if part.split("=")[0] not in AIMS_OWN)
+
 def _plain_rows(row, rows):
     "The rows of its plain method at the same budget, for all lengths of a trajectory."
-    same = [c for c in ("dataset", "backbone", "n_shot", "budget", "steps") if c in row]
-    alike = lambda r: all(r.get(c) == row[c] for c in same) and r.get("variant", "") in ("", row.get("variant", ""))
+    same, own = [c for c in ("dataset", "backbone", "n_shot", "budget", "steps") if c in row], row.get("variant", "")
+    alike = lambda r: all(r.get(c) == row[c] for c in same) and r.get("variant", "") in (own, plain_variant(own))
     return [r for r in rows if r.get("method") == plain_method(row.get("method", "sib")) and alike(r)]
 
 def reached(

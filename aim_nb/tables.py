@@ -15,7 +15,7 @@ from .train_continual import USUAL_NORM
 # %% auto #0
 __all__ = ['METHODS', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'fewshot_table', 'present',
            'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table', 'continual_curve',
-           'continual_table']
+           'continual_table', 'longest', 'trajectory_markdown']
 
 # %% ../nbs/17_tables.ipynb #c0418ddb
 METHODS = (*FEWSHOT_METHODS, *CONTINUAL_METHODS)
@@ -182,3 +182,26 @@ def continual_table(
     mine = [p for r in records if r["task"] == "continual" and r["dataset"] == dataset for p in _at_each_n(r)]
     coordinates = ["dataset", "method", "n_classes"]
     return _frame(judge(compare("continualz", _cells(mine, "continualz", coordinates))), "continualz", coordinates, dict(dataset=dataset))
+
+# %% ../nbs/17_tables.ipynb #d01ef52c
+def longest(records) -> list:
+    "Of the records that differ only in training and seed, those of the longest training."
+    asked = lambda r: content_key([r["task"], r["dataset"], r["method"], variant(r), r["parameters"].get("backbone"), r["parameters"].get("n_shot")])
+    most = {}
+    for r in records: most[asked(r)] = max(most.get(asked(r), 0), r["budget"]["steps"])
+    return [r for r in records if r["budget"]["steps"] == most[asked(r)]]
+
+def trajectory_markdown(
+    records, # of continual runs
+    dataset,
+) -> str:
+    "tab:continualz in short: a line a method at its longest training, a column a number of classes, ours and in brackets the paper's."
+    f = continual_table(longest(records), dataset)
+    f = f[f.ours.notna()]
+    ns, line = sorted(f.n_classes.unique()), lambda cells: "| " + " | ".join(map(str, cells)) + " |"
+    text = lambda r: f"{r.ours:.1f}" + ("" if pd.isna(r.paper) else f" ({r.paper:.1f})")
+    lines = []
+    for (m, v), g in f.groupby(["method", "variant"], sort=False):
+        at = {r.n_classes: text(r) for r in g.itertuples()}
+        lines.append(line([method_label(m) + (f", {v}" if v else ""), f"{g.steps.iloc[0]:,.0f}", *(at.get(n, "–") for n in ns)]))
+    return "\n".join([line(["Method", "Steps", *ns]), line(["---"]*(2 + len(ns))), *lines])

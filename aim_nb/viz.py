@@ -190,7 +190,8 @@ def ablation_curves(
     "Zero-meaned accuracy over a swept setting, one panel for each group of curves."
     fig, axes = plt.subplots(1, len(panels), figsize=(3.6*len(panels) + .4, 3.4), layout="constrained", squeeze=False)
     names = list(dict.fromkeys(label for curves in panels.values() for label in curves))
-    looks = {n: dict(color=CYCLE[i % 8], marker="osD^vPX*"[i % 8], ls=("-", "--")[i//4 % 2]) for i, n in enumerate(names)}
+    colours = list(dict.fromkeys([METHOD_STYLE["sib+aim"]["color"], *CYCLE])) # all curves are SIB+AIM's: a single one has its colour
+    looks = {n: dict(color=colours[i % 8], marker="osD^vPX*"[i % 8], ls=("-", "--")[i//4 % 2]) for i, n in enumerate(names)}
     for ax, (title, curves) in zip(axes[0], panels.items()):
         for label, (x, a) in curves.items(): ax.plot(x, zero_mean(a), **looks[label], label=label)
         ax.axhline(0, color=INK, lw=.6); ax.set(title=title, xlabel=xlabel or title); ax.grid(color=FAINT, lw=.6)

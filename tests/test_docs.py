@@ -125,6 +125,22 @@ def test_api_shows_signatures_and_parameter_comments(site):
     assert "def AIM(" in text and "d_in, d_out, # features in and out" in text
 
 
+def test_no_table_is_left_as_text(site):
+    "Markdown that a cell puts out is part of the page, not a paragraph of bars."
+    bars = re.compile(r"\| ?(—|-{3})+ ?\|")
+    assert bars.search("| a | | --- | --- |") and not [p.name for p in site.glob("*.html") if bars.search(re.sub(r"<pre.*?</pre>|<[^>]+>", "", p.read_text(), flags=re.S))]
+
+
+def test_a_cells_caption_stands_under_its_last_picture_only():
+    import nbformat
+    from docs import convert_code
+    out = lambda **data: nbformat.v4.new_output("display_data", {k.replace("_", "/"): v for k, v in data.items()})
+    cell = nbformat.v4.new_code_cell('#| fig-cap: "two"\nf()', outputs=[out(text_markdown="| a |\n|---|\n| 1 ± 2 |"), out(image_png="x"), out(image_png="x"), out(text_plain="end")])
+    made = convert_code(cell)
+    assert [c.cell_type for c in made] == ["code", "markdown", "code", "code", "code"] and made[0].source == "f()" and not made[0].outputs
+    assert "1\u00a0±\u00a02" in made[1].source and [("figure" in c.metadata.get("mystnb", {}), "image" in c.metadata.get("mystnb", {})) for c in made[2:]] == [(False, True), (True, True), (False, False)]
+
+
 def test_no_directive_or_error_is_left_in_a_page(site):
     for path in site.glob("*.html"):
         text = path.read_text()
@@ -182,6 +198,23 @@ def test_search_finds_aim(browse):
     page, wrong = browse("search.html?q=AIM")
     page.wait_for_selector("#search-results li a")
     assert "AIM" in page.inner_text("#search-results") and not wrong
+
+
+def test_nothing_stands_out_of_the_text(browse):
+    "No table, picture or equation is wider than the column that it stands in, unless it can be scrolled there."
+    wide = """() => { const main = document.querySelector("article"), right = main.getBoundingClientRect().right;
+        const scrolls = e => { for (; e && e !== main; e = e.parentElement) if (/auto|scroll/.test(getComputedStyle(e).overflowX)) return true };
+        return [...main.querySelectorAll("table, img, pre, mjx-container")].filter(e => e.getBoundingClientRect().right > right + 2 && !scrolls(e)).map(e => e.outerHTML.slice(0, 80)) }"""
+    for path in ("index.html", "aim.html", "fewshot.html", "report.html", "errata.html"):
+        page, wrong = browse(path)
+        page.wait_for_selector("h1")
+        assert not page.evaluate(wide) and not wrong, path
+
+
+def test_the_report_shows_its_tables(browse):
+    page, wrong = browse("report.html")
+    heads = page.locator("article table thead").all_inner_texts()
+    assert sum("Verdict" in h for h in heads) > 10 and not wrong
 
 
 def test_the_few_shot_page_shows_its_table_and_picture(browse):

@@ -132,18 +132,40 @@ def test_signs_of_a_difference():
 
 def test_claims_about_use():
     shared = np.zeros((8, 32)); shared[:, :3] = 1
-    assert verdicts([use(last=shared)], "shared-mechanisms") == ["supported (one seed)"]
-    assert verdicts([use()], "shared-mechanisms") == ["contradicted (one seed)"]
-    assert verdicts([use()], "use-becomes-sparse") == ["supported (one seed)"]
-    assert verdicts([use()], "clear-separation") == ["supported (one seed)"]
+    assert verdicts([use(last=shared)], "shared-mechanisms") == ["supported (one seed, no interval)"]
+    assert verdicts([use()], "shared-mechanisms") == ["contradicted (one seed, no interval)"]
+    assert verdicts([use()], "use-becomes-sparse") == ["supported (one seed, no interval)"]
+    assert verdicts([use()], "clear-separation") == ["supported (one seed, no interval)"]
     both = [use("omniglot", "oml+aim"), use("cifar100", "oml+aim", last=shared)]
-    assert verdicts(both, "omniglot-is-sparser") == ["supported (one seed)"]
+    assert verdicts(both, "omniglot-is-sparser") == ["supported (one seed, no interval)"]
 
 
 def test_continual_claims_have_a_row_for_each_number_of_classes():
     rows = findings.claim_rows([continual("oml"), continual("oml+aim", 1.)], ["aim-beats-oml", "small-generalisation-gap"])
     n = len(paper_table("continualz", dataset="omniglot", method="oml"))
     assert len(rows) == 2*n and all(r["paper"] is not None for r in rows[:n])
+
+
+def test_claims_for_a_reader_show_the_longest_training_once():
+    "Nine numbers of classes on one line, a shorter training on none; an AIM with the other norm has no partner."
+    records = [continual("oml"), continual("oml+aim", 1.), continual("oml", name="paper@500"), continual("oml+aim", 1., name="paper@500")]
+    lines = findings.claims_markdown(findings.claim_rows(records, ["aim-beats-oml"])).splitlines()[2:]
+    assert len(lines) == 1 and "10: +" in lines[0] and "600: +" in lines[0] and "9 supported" in lines[0] and "paper@500" not in lines[0]
+    assert verdicts([continual("oml"), continual("oml+aim", 1., norm="affine")], "aim-beats-oml") == ["not measured"]
+
+
+def test_sentences_to_quote():
+    records = [continual("oml", 2.), continual("oml", 5., name="paper@500"), continual("oml+aim", 1., name="paper@500"), fewshot("sib"), fewshot("sib+aim", -1.)]
+    (plain,), gains = findings.plain_lines(records), findings.gain_lines(records)
+    assert "OML on omniglot" in plain and "the paper's 20,000 steps, one seed" in plain and "96.3 % after 10 classes (paper: 94.3)" in plain
+    assert len(gains) == 2 and "AIM over SIB on cifar-fs, conv4, 1-shot" in gains[0] and "+1.4 ± 0.6 points (paper: +2.4)" in gains[0]
+    assert "500 of the paper's 20,000 steps" in gains[1] and "at 600 classes" in gains[1]
+
+
+def test_a_figure_is_of_one_budget_with_the_most_methods():
+    few, many = continual("oml"), [continual(m, name="paper@500") for m in ("oml", "oml+aim")]
+    assert [r["budget"]["name"] for r in findings._one_budget([few, *many])] == ["paper@500"]*2
+    assert findings._one_budget([few, many[0]]) == [few]
 
 
 def test_the_paper_against_its_own_claims():

@@ -3,6 +3,7 @@
 Both render the same pages (nbdev's processed notebooks) with the same navigation (`sections`)."""
 import argparse, re, shutil, subprocess, sys, tempfile
 from configparser import ConfigParser
+from itertools import groupby
 from pathlib import Path
 import nbformat, yaml
 
@@ -70,8 +71,17 @@ html_theme_options = dict(globaltoc_maxdepth=1, navigation_with_keys=False, seco
 html_sidebars, html_context = {{"**": ["globaltoc"]}}, {{"default_mode": "auto"}}
 html_static_path, html_css_files, html_favicon = ["static"], ["site.css"], "static/favicon.svg"
 """
+CSS = """
+.bd-sidebar-primary h3 {display: none} .bd-sidebar-primary ul {list-style: none; padding-left: .6rem} .bd-sidebar-primary a {text-decoration: none} .bd-sidebar-primary .caption {font-weight: 600; margin-top: 1rem}
+.bd-page-width {max-width: 100rem} .bd-sidebar-primary {flex: 0 0 16rem; font-size: .9rem} .bd-sidebar-secondary {flex: 0 0 14rem; width: 14rem; font-size: .85rem; overflow-wrap: anywhere} .bd-main .bd-content .bd-article-container {max-width: 68rem}
+html {--pst-font-size-h1: 2rem; --pst-font-size-h2: 1.6rem; --pst-font-size-h3: 1.25rem}
+.bd-article pre {font-size: .75rem} .bd-article table {font-size: .85rem; width: auto; margin-left: 0} .bd-article table p {margin: 0} .bd-article table th, .bd-article table td {padding: .2rem .45rem !important}
+.bd-article figure {text-align: left} .bd-article figure img {margin-left: 0} .bd-article figcaption {text-align: left} .bd-article figcaption p {color: var(--pst-color-text-base); font-weight: 400; font-size: .9rem; padding: 0}
+html[data-theme="dark"] .text_html, html[data-theme="dark"] .bd-content img {background: none !important; color: inherit !important; filter: none !important; padding: 0 !important} .bd-article .text_html table {font-size: .8rem} .bd-article .text_html td {white-space: nowrap} .bd-article table caption {color: inherit}
+.btn-outline-primary {--bs-btn-color: var(--pst-color-link); --bs-btn-border-color: var(--pst-color-link)}
+"""
 STATIC = {
-    "site.css": ".bd-sidebar-primary h3 {display: none} .bd-sidebar-primary ul {list-style: none; padding-left: .6rem} .bd-sidebar-primary a {text-decoration: none} .bd-sidebar-primary .caption {font-weight: 600; margin-top: 1rem}",
+    "site.css": CSS,
     "favicon.svg": '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect x="1" y="1" width="14" height="3" fill="#bbb"/><rect x="1" y="6.5" width="14" height="3" fill="#2a9d5c"/><rect x="1" y="12" width="14" height="3" fill="#bbb"/></svg>',
 }
 
@@ -83,8 +93,12 @@ def directives(source):
     return {k: v.strip().strip("\"'") for k, v in found.items()}, "\n".join(l for l in lines if not l.startswith("#|")).strip("\n")
 
 
+PM = "\u00a0±\u00a0" # a number and its interval stay on one line
+
+
 def relink(text):
     "Links between pages as this renderer needs them: our own absolute and notebook addresses become pages of this site."
+    text = text.replace(" ± ", PM)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html#([\w.]+)", lambda m: f"{m[1]}.html#sym-{m[2].lower()}", text)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html", r"\1.html", text)
     text = re.sub(r"\]\((\d+_\w+|index)\.ipynb(#[\w-]*)?\)", lambda m: f"]({url(m[1])}.html{(m[2] or '').lower()})", text)
@@ -95,24 +109,40 @@ def api_cell(text):
     "What show_doc put out, as a section of its own with an anchor."
     name = re.search(r"^#+ (\S+)", text, re.M)
     text = re.sub(r"^---\n", "", text.lstrip())
+    text = re.sub(r"```.*?```", lambda m: re.sub(r"\[`([^`]+)`\]\([^)]*\)", r"`\1`", m[0]), text, flags=re.S) # code holds no links
+    text = re.sub(r"^(\[source\]\S+)\s+(#+ .*)$", r"\2\n\n\1", text, count=1, flags=re.M)
     anchor = f'<span id="sym-{name[1].lower()}"></span>\n\n' if name else ""
     return nbformat.v4.new_markdown_cell(anchor + relink(re.sub(r'\{target="[^}]*\}', "", text)))
 
 
+def by_kind(outputs):
+    "Outputs in order, Markdown one by one, pictures one by one, the rest together."
+    kind = lambda o: next((k for k in ("text/markdown", "image/png") if k in o.get("data", {})), "")
+    groups = [(k, list(g)) for k, g in groupby(outputs, kind)]
+    return [(k, part) for k, g in groups for part in ([[o] for o in g] if k else [g])]
+
+
+def convert_output(o):
+    "An output without widgets (no kernel answers them here), its links as this site needs them, a number and its interval on one line."
+    if "data" not in o: return o
+    clean = {"text/markdown": lambda t: relink(t), "text/html": lambda t: t.replace(" ± ", PM)}
+    return nbformat.from_dict({**o, "data": {k: clean.get(k, lambda t: t)(v) for k, v in o.data.items() if "widget" not in k}})
+
+
 def convert_code(cell):
-    "A processed code cell for myst-nb."
+    "A processed code cell for myst-nb: its code, then each output. Markdown becomes text of the page, a picture a figure; the caption stands under the cell's last one."
     marks, source = directives(cell.source)
     if marks.get("include") == "false": return []
-    shown = [o.data["text/markdown"] for o in cell.outputs if "text/markdown" in o.get("data", {})]
-    if marks.get("output") == "asis" and shown: return [api_cell(t) for t in shown]
-    if marks.get("echo") == "false" and shown: return [nbformat.v4.new_markdown_cell(relink(t)) for t in shown]
-    for o in cell.outputs:
-        if "data" in o: o["data"] = {k: relink(v) if k == "text/markdown" else v for k, v in o.data.items() if "widget" not in k}
-    tags = ["remove-input"] * (marks.get("echo") == "false") + ["hide-input"] * ("code-fold" in marks)
-    has_image = any("image/png" in o.get("data", {}) for o in cell.outputs)
-    cell.metadata = {"tags": tags, **({"mystnb": {"figure": {"caption": marks["fig-cap"]}, "image": {"alt": marks["fig-cap"]}}} if "fig-cap" in marks and has_image else {})}
-    cell.source = source
-    return [cell]
+    parts = by_kind([convert_output(o) for o in cell.outputs])
+    if marks.get("output") == "asis" and parts: return [api_cell(o["data"]["text/markdown"]) for k, g in parts if k == "text/markdown" for o in g]
+    code = lambda outputs, **meta: nbformat.v4.new_code_cell(source, outputs=outputs, metadata=meta)
+    hidden, caption = dict(tags=["remove-input"]), marks.get("fig-cap")
+    cells = [] if marks.get("echo") == "false" else [code([], tags=["hide-input"] * ("code-fold" in marks))]
+    pictures = [g for k, g in parts if k == "image/png"]
+    for k, g in parts:
+        named = dict(image=dict(alt=caption), **(dict(figure=dict(caption=caption)) if g is pictures[-1] else {})) if caption and g in pictures else {}
+        cells.append(nbformat.v4.new_markdown_cell(g[0]["data"]["text/markdown"]) if k == "text/markdown" else code(g, **hidden, **(dict(mystnb=named) if named else {})))
+    return cells
 
 
 def convert(nb, name):
@@ -129,9 +159,14 @@ def convert(nb, name):
     return nb
 
 
+def short_title(name):
+    "A page's title up to its colon."
+    return nbformat.read(ROOT / "nbs" / name, 4).cells[0].source.splitlines()[0].lstrip("# ").split(":")[0]
+
+
 def toctree():
     "The navigation, at the end of the home page."
-    trees = [f"```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(map(url, names)) + "\n```" for title, names in sections().items()]
+    trees = [f"```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(f"{short_title(n)} <{url(n)}>" for n in names) + "\n```" for title, names in sections().items()]
     return nbformat.v4.new_markdown_cell("\n\n".join(trees))
 
 
