@@ -10,7 +10,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")     # before torch: idle threads sleep, so that other processes do not slow the timed ones down
 
-from aim_nb.core import keep_memory                          # noqa: E402
 from . import continual, few_shot, harness, images, layer   # noqa: E402
 from .check import misses                                    # noqa: E402
 from .table import line                                      # noqa: E402
@@ -44,7 +43,6 @@ def main():
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     a = parser.parse_args()
     harness.CLOCK[0] = a.clock
-    keep_memory()       # as training does; both sides gain
     if not a.check:
         here = harness.machine()
         harness.GBS[0] = here["gbs"]
