@@ -30,19 +30,19 @@ def aim_reference(
     tokens = torch.stack([z, torch.zeros_like(z)], 1) if gate == "sigmoid" else z[:, None]
     keys = tokens @ W_K + (0 if b_K is None else b_K)
     s = torch.einsum("mk,btk->bmt", q, keys)/math.sqrt(W_K.shape[1])
-    a = s.softmax(-1) if gate == "sigmoid" else s
+    a = s.softmax(-1) if gate == "sigmoid" else s           # eq. (3)
     order = a[..., 0].argsort(-1, descending=True)
-    chosen = order[:, :K] if ranks is None else torch.stack([o[r] for o, r in zip(order, ranks.expand(len(z), -1))])
+    chosen = order[:, :K] if ranks is None else torch.stack([o[r] for o, r in zip(order, ranks.expand(len(z), -1))])    # eqs. (2) and (4)
     used = a[..., :1] > 0.5 if decision == "soft" else torch.zeros_like(a[..., 0]).scatter(1, chosen, 1.)[..., None]
     values = torch.einsum("btd,mdv->bmtv", tokens, W_M)
-    out = (used[..., None]*a[..., None]*values).sum((1, 2))
+    out = (used[..., None]*a[..., None]*values).sum((1, 2)) # eq. (1)
     return out if gate == "sigmoid" else out/out.norm(dim=-1, keepdim=True)
 
 # %% ../nbs/10_aim.ipynb #3b6af466
 class Attention(NamedTuple):
     "How an input chose: `score` (..., M), the gate's value, and `mask` (..., M), the mechanisms in use."
-    score: torch.Tensor
-    mask: torch.Tensor
+    score: torch.Tensor # (..., M) the gate's value
+    mask: torch.Tensor  # (..., M) the mechanisms in use
 
 # %% ../nbs/10_aim.ipynb #5a7f7e76
 def top_mask(
@@ -424,16 +424,17 @@ def write_states_(s, u, lr, held_rate, active):
     "h and W_Q -= both steps; returns the queries after it."
     aim, held, A = s.layer, s.held, torch.tensor(active, dtype=torch.long, device=u.device)
     h, u = aim.h.index_select(0, A), u.index_select(0, A)
-    new, left, right, q = h, h[:, None]*lr, u[:, None], torch.empty_like(u)
+    new, left, right, q = h, [h*lr], [u], torch.empty_like(u)
     if held:
         h1, u1 = held.h.index_select(0, A), held.u.index_select(0, A)
-        left, right = torch.stack([h*held_rate, h1*lr], 1), torch.stack([u1, u], 1)
+        left, right = [h*held_rate, h1*lr], [u1, u]
         new = torch.addcmul(h1 if held_rate else h, (u1*u).sum(-1, keepdim=True), h, value=lr*held.lr)
     if len(A) == aim.M:
         new = torch.sub(new, bmv(u, aim.W_Q.mT), alpha=lr)
-        q = bmv(new, aim.W_Q.baddbmm_(left.mT, right, alpha=-1))
+        for x, y in zip(left, right): aim.W_Q.addcmul_(x[:, :, None], y[:, None], value=-1)     # elementwise: a product of rank one or two is slower
+        q = bmv(new, aim.W_Q)
     else:
-        for W, h_m, u_m, left_m, right_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), left.unbind(), right.unbind(), q.unbind()):
+        for W, h_m, u_m, left_m, right_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), torch.stack(left, 1).unbind(), torch.stack(right, 1).unbind(), q.unbind()):
             h_m.addmv_(W, u_m, alpha=-lr)
             torch.mv(W.addmm_(left_m.t(), right_m, alpha=-1).t(), h_m, out=q_m)
     aim.h.index_copy_(0, A, new)
