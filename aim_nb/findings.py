@@ -485,7 +485,7 @@ def _best(records) -> list:
 def _one_budget(records) -> list:
     "Of each dataset the records of the budget with the most methods, of equals the longest: lines of one figure have had the same training."
     groups = {}
-    for r in records: groups.setdefault(r["dataset"], {}).setdefault((r["budget"]["steps"], content_key(r["budget"], 6)), []).append(r)
+    for r in records: groups.setdefault(r["dataset"], {}).setdefault(tuple(r["budget"][k] for k in ("steps", "name", "width")), []).append(r)
     return [r for of in groups.values() for r in of[max(of, key=lambda b: (len({r["method"] for r in of[b]}), b))]]
 
 def activation_figures(records) -> dict:
