@@ -398,6 +398,16 @@ def test_pickle_tricks(tmp_path):
     with pytest.raises(AimError, match="damaged"): read_pickle(pickle.dumps({"a": np.zeros(3)}).replace(b"f8", b"O8"), "x")
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_mangled_pickles_never_escape(seed):
+    "Random damage gives an `AimError` or data, never anything else."
+    rng = numpy_rng("mangle", seed)
+    data = bytearray(pickle.dumps({"data": np.arange(40, dtype=np.uint8).reshape(10, 4), "labels": list(range(10)), "names": ["a", b"b"]}, seed % 6))
+    for _ in range(1 + seed % 5): data[rng.integers(len(data))] = rng.integers(256)
+    try: assert isinstance(read_pickle(bytes(data), "x.pkl"), dict)
+    except AimError as e: assert "x.pkl" in str(e)
+
+
 def test_plain_pickles_of_every_protocol():
     d = {"u": np.arange(6, dtype=np.uint8).reshape(2, 3), "f": np.asfortranarray(np.eye(3)), "s": np.array(["a", "bc"]), "big": np.arange(3, dtype=">i4"), "n": np.float32(2), "l": [np.int64(3), b"x", None, True], "e": np.zeros((0, 4))}
     for protocol in range(6):
