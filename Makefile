@@ -44,8 +44,8 @@ docs-serve: docs ## the site in a browser
 	@$(BIN)/python -m webbrowser http://127.0.0.1:8000 >/dev/null 2>&1 || true
 	@$(BIN)/python -m http.server -b 127.0.0.1 -d _docs 8000
 
-bench: $(READY) ## speed beside the plain reference, measured in one run (a quiet machine, please)
-	@$(BIN)/python -m benchmarks
+bench: $(READY) ## speed beside the plain reference, one thread, measured in one run (a quiet machine, please)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m benchmarks
 
 bench-check: $(READY) ## the stored measurements against their bars
 	@$(BIN)/python -m benchmarks --check

@@ -14,7 +14,7 @@ import torch
 __all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'PAPER_LONG', 'GLYPHS_QUICK', 'AimError',
            'check_choice', 'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test', 'atomic_file',
            'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env',
-           'use_threads', 'keep_memory', 'pick_device', 'progress', 'Protocol', 'Budget', 'budget']
+           'use_threads', 'threads', 'keep_memory', 'pick_device', 'progress', 'Protocol', 'Budget', 'budget']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -136,6 +136,14 @@ def use_threads(n=0) -> int:
     "Set torch's threads (0 leaves them) and return how many there are."
     if n: torch.set_num_threads(n)
     return torch.get_num_threads()
+
+@contextlib.contextmanager
+def threads(n):
+    "Torch with `n` threads (0: as many as it has) inside the `with`."
+    before = torch.get_num_threads()
+    use_threads(n)
+    try: yield
+    finally: torch.set_num_threads(before)
 
 @functools.cache
 def keep_memory() -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from .aim import AIM, Identity, check_sizes, linear_twin
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
-from .core import AimError, Budget, FEWSHOT_METHODS, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
+from .core import AimError, Budget, FEWSHOT_METHODS, Protocol, check_choice, content_key, pick_device, runs_dir, threads, torch_rng
 from .core import budget as named_budget
 from .evaluate_fewshot import evaluate
 from .loop import load_module, module_tensors, run_loop, wants_fresh
@@ -235,7 +235,7 @@ def train_fewshot(
     layer = make_layer(method, features.d, d_out, M, K, l, protocol, seed)
     head = SIBHead(layer.d_out, n_way, protocol.sib_steps, generator=torch_rng(seed, "head"))
     trainee = FewshotTrainee(layer, head, features, n_shot, seed, protocol, rates, n_query, b.val_episodes, device, keep_best=checkpoints is None)
-    history = run_loop(trainee, b.steps, b.val_every, checkpoints, save_every, callbacks, desc or f"{method} {n_shot}-shot", fresh=fresh)
+    with threads(1 if features.n_views("train") else 0): history = run_loop(trainee, b.steps, b.val_every, checkpoints, save_every, callbacks, desc or f"{method} {n_shot}-shot", fresh=fresh)
     sizes, log = model_metrics(trainee), read_uses(trainee.log) | {"used": trainee.used.cpu()}
     test = fixed_episodes(features, "test", b.test_episodes, n_way, n_shot, n_query)
     metrics = score_last_and_best(trainee, history, checkpoints, test, "soft" if protocol.decision == "soft-test" and method == "sib+aim" else None)

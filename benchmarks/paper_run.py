@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from aim_nb.core import budget, keep_memory, torch_rng
+from aim_nb.core import budget, keep_memory, torch_rng, use_threads
 from aim_nb.pretrain import features_from_arrays
 from aim_nb.sib import SIBHead
 from aim_nb.train_fewshot import FewshotTrainee, fixed_episodes, make_layer
@@ -25,7 +25,7 @@ def banks(each):
 
 
 def main(method, size="full", clock="wall"):
-    keep_memory()       # as `run_loop` does
+    keep_memory(); use_threads(1)       # as training does
     tiny, now = size == "tiny", CLOCKS[clock]
     b, features = budget("paper", "fewshot", "cifar-fs"), banks(30 if tiny else 600)
     layer = make_layer(method, 256)
