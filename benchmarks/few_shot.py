@@ -32,7 +32,7 @@ def make_features(d, classes=20, each=40, seed=0):
     An episode of 80 touches 31 of 32 or 153 of 256 untrained mechanisms (Conv-4-64 features of CIFAR-FS: 31 and 151)."""
     g = torch_rng(seed, "features", d)
     centre = torch.randn(classes, 1, d, generator=g)
-    x = (.7 * centre + .7 * torch.randn(classes, each, d, generator=g) - .4).relu().flatten(0, 1)
+    x = torch.randn(classes, each, d, generator=g).mul_(.7).add_(.7 * centre).sub_(.4).relu_().flatten(0, 1)     # in place: a whole run's memory is measured with it
     return x, [torch.arange(c * each, (c + 1) * each).numpy() for c in range(classes)]
 
 
