@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from tqdm import auto, std
 
-from aim_nb import banks, checkpoints, loop, pretrain, records, train_continual, train_fewshot
+from aim_nb import bank_files, checkpoints, loop, pretrain, records, train_continual, train_fewshot
 from aim_nb.checkpoints import _raw as raw, load_tensors
 from aim_nb.evaluate_continual import MetaTest
 from aim_nb.core import AimError, Budget, numpy_rng, progress
@@ -31,7 +31,7 @@ def tiny_bank(root):
     rng, parts = numpy_rng("tiny bank"), dict(train=range(8), val=range(8, 13), test=range(13, 19))
     means = rng.integers(40, 216, (19, 1, 7, 7, 1)).repeat(4, 2).repeat(4, 3)
     images = np.clip(means + rng.normal(0, 30, (19, 22, 28, 28, 1)), 0, 255).astype(np.uint8).reshape(-1, 28, 28, 1)
-    banks.write_bank(Path(root)/"glyphs", "glyphs", images, np.repeat(np.arange(19), 22), np.tile(np.arange(22) >= 6, 19), [f"class {c}" for c in range(19)], parts, "noise")
+    bank_files.write_bank(Path(root)/"glyphs", "glyphs", images, np.repeat(np.arange(19), 22), np.tile(np.arange(22) >= 6, 19), [f"class {c}" for c in range(19)], parts, "noise")
     return Path(root)
 
 

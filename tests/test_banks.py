@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aim_nb import banks
-from aim_nb.banks import PARTS, bank_dir, check_bank, find_source, list_banks, load_bank, open_bank, prepare_bank, read_pickle, write_bank
+from aim_nb import bank_sources as sources, banks
+from aim_nb.bank_files import PARTS, load_bank, write_bank
+from aim_nb.bank_sources import find_source, read_pickle
+from aim_nb.banks import bank_dir, check_bank, list_banks, open_bank, prepare_bank
 from aim_nb.core import AimError, DATASETS, content_key, numpy_rng, worker_env
 from aim_nb.paper import class_split
 
@@ -41,7 +43,7 @@ def omniglot(tmp_path, monkeypatch):
     "A root with a toy Omniglot as zips."
     toy = {"images_background": drawings(5), "images_evaluation": drawings(3, start=5)}
     names = [n for part in toy.values() for n in part]
-    monkeypatch.setitem(banks.EXPECT, "omniglot", dict(images_background=5, images_evaluation=3, each=4, side=105, names=content_key(names), val=2))
+    monkeypatch.setitem(sources.EXPECT, "omniglot", dict(images_background=5, images_evaluation=3, each=4, side=105, names=content_key(names), val=2))
     (tmp_path/"omniglot-py").mkdir()
     for part, chars in toy.items():
         with zipfile.ZipFile(tmp_path/"omniglot-py"/f"{part}.zip", "w", zipfile.ZIP_DEFLATED) as z:
@@ -54,7 +56,7 @@ def omniglot(tmp_path, monkeypatch):
 @pytest.fixture
 def cifar(tmp_path, monkeypatch):
     "A root with a toy CIFAR-100 folder: 2 training images and 1 test image a class, as Python 2 pickled them."
-    monkeypatch.setitem(banks.EXPECT, "cifar100", dict(train=2, test=1))
+    monkeypatch.setitem(sources.EXPECT, "cifar100", dict(train=2, test=1))
     names = sorted(sum(class_split("cifar-fs").values(), []))
     (tmp_path/"cifar-100-python").mkdir()
     for part, n in dict(train=2, test=1).items():
@@ -82,9 +84,9 @@ def python2(obj):
 
 def mini_toy(root, form, monkeypatch, each=10, side=6):
     "A toy mini-ImageNet in one of its three forms; pixels tell the class and the image."
-    monkeypatch.setitem(banks.EXPECT, "mini-imagenet", dict(each=each, side=side))
+    monkeypatch.setitem(sources.EXPECT, "mini-imagenet", dict(each=each, side=side))
     names = sorted(sum(class_split("mini-imagenet").values(), [])); (root/"mini-imagenet").mkdir(parents=True, exist_ok=True)
-    for part, file in zip(PARTS, [f for f in banks.FORMS["mini-imagenet"][form] if not f.endswith("/images")]):
+    for part, file in zip(PARTS, [f for f in sources.FORMS["mini-imagenet"][form] if not f.endswith("/images")]):
         mine = class_split("mini-imagenet")[part]
         y = np.repeat([names.index(c) for c in mine], each)
         x = np.zeros((len(y), side, side, 3), np.uint8); x[..., 0] = 2*y[:, None, None]; x[..., 1] = 20*np.tile(np.arange(each), len(mine))[:, None, None]
@@ -139,8 +141,8 @@ def test_omniglot_zips_and_folders_agree(omniglot):
 
 
 def test_official_checksum_is_recognised(omniglot, monkeypatch):
-    zips = {f"omniglot-py/{k}.zip": (None, banks._md5(omniglot/f"omniglot-py/{k}.zip")) for k in ("images_background", "images_evaluation")}
-    monkeypatch.setattr(banks, "official", lambda name: zips)
+    zips = {f"omniglot-py/{k}.zip": (None, sources._md5(omniglot/f"omniglot-py/{k}.zip")) for k in ("images_background", "images_evaluation")}
+    monkeypatch.setattr(sources, "official", lambda name: zips)
     with warnings.catch_warnings():
         warnings.simplefilter("error"); bank = open_bank("omniglot", omniglot)
     assert bank.info["checksum"] == "The files have the official checksums."
@@ -166,7 +168,7 @@ def test_cifar_fs_is_cifar100_with_its_own_classes(cifar):
 
 def test_three_forms_of_mini_imagenet_agree(tmp_path, monkeypatch):
     made = {}
-    for i, form in enumerate(banks.FORMS["mini-imagenet"]):
+    for i, form in enumerate(sources.FORMS["mini-imagenet"]):
         root = mini_toy(tmp_path/str(i), form, monkeypatch)
         assert find_source("mini-imagenet", root)[0] == form
         made[form] = open_bank("mini-imagenet", root)
@@ -182,14 +184,14 @@ def test_three_forms_of_mini_imagenet_agree(tmp_path, monkeypatch):
 def test_category_split_without_names_is_numbered_by_label(tmp_path, monkeypatch):
     root = mini_toy(tmp_path, "category-split pickles", monkeypatch)
     want = open_bank("mini-imagenet", root).sha
-    for f in banks.FORMS["mini-imagenet"]["category-split pickles"]:
+    for f in sources.FORMS["mini-imagenet"]["category-split pickles"]:
         d = read_pickle((root/f).read_bytes(), f); del d["catname2label"]; (root/f).write_bytes(pickle.dumps(d))
     with pytest.warns(UserWarning, match="no class names"): assert prepare_bank("mini-imagenet", root, force=True).sha == want
 
 
 def test_larger_pictures_are_reduced(tmp_path, monkeypatch):
     root = mini_toy(tmp_path, "images and csv files", monkeypatch)
-    monkeypatch.setitem(banks.EXPECT, "mini-imagenet", dict(each=10, side=3))
+    monkeypatch.setitem(sources.EXPECT, "mini-imagenet", dict(each=10, side=3))
     assert open_bank("mini-imagenet", root).shape == (3, 3, 3)
 
 
@@ -257,9 +259,9 @@ def test_fetch_keeps_nothing_of_a_wrong_file(tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/a.zip"
     try:
-        with pytest.raises(RuntimeError): banks._fetch(url, tmp_path/"x"/"b.zip", "0"*32)
+        with pytest.raises(RuntimeError): sources._fetch(url, tmp_path/"x"/"b.zip", "0"*32)
         assert files(tmp_path) == ["a.zip", "x"]
-        banks._fetch(url, tmp_path/"x"/"b.zip", banks._md5(tmp_path/"a.zip"))
+        sources._fetch(url, tmp_path/"x"/"b.zip", sources._md5(tmp_path/"a.zip"))
         assert files(tmp_path) == ["a.zip", "x", "x/b.zip"]
     finally: server.shutdown(); server.server_close()
 
@@ -311,10 +313,10 @@ def test_zip_with_flipped_bytes_is_refused(omniglot):
 
 
 def test_zip_bomb_is_refused(omniglot, monkeypatch):
-    monkeypatch.setitem(banks.BIG, "member", 1 << 20)
+    monkeypatch.setitem(sources.BIG, "member", 1 << 20)
     rezip(omniglot/"omniglot-py"/"images_background.zip", lambda m: m.update({"images_background/bomb/character01/00.png": bytes(2 << 20)}))
     refused(omniglot, "2,097,152 bytes", "refused")
-    monkeypatch.setitem(banks.BIG, "member", 1 << 30); monkeypatch.setitem(banks.BIG, "total", 1 << 20)
+    monkeypatch.setitem(sources.BIG, "member", 1 << 30); monkeypatch.setitem(sources.BIG, "total", 1 << 20)
     refused(omniglot, "more than this dataset can hold")
 
 
@@ -459,9 +461,9 @@ def test_unwritable_root_is_one_error(tmp_path, pictures):
 
 def build_slowly(name, root, pipe):
     "Say `built` for each picture read, and at the end what the bank holds."
-    real = banks._square
+    real = sources._square
     def slow(file, side): pipe.send("built"); time.sleep(.02); return real(file, side)
-    banks._square = slow
+    sources._square = slow
     bank = open_bank(name, root); pipe.send((bank.sha, int(np.asarray(bank.images, dtype=np.int64).sum()))); pipe.close()
 
 
@@ -573,11 +575,11 @@ def test_import_torchvision_in_a_fresh_process():
     "Plain import first; the declarations only when it fails for that one reason."
     code = """
         import sys, importlib, torch
-        from aim_nb import banks
-        assert "torchvision" not in sys.modules and not banks._DECLARED
-        tv = banks.import_torchvision()
+        from aim_nb import bank_sources as sources, banks
+        assert "torchvision" not in sys.modules and not sources._DECLARED
+        tv = sources.import_torchvision()
         import torchvision.datasets, torchvision.transforms.v2
-        assert tv is torchvision is banks.import_torchvision() and tv.datasets.Omniglot and len(banks._DECLARED) <= 1"""
+        assert tv is torchvision is sources.import_torchvision() and tv.datasets.Omniglot and len(sources._DECLARED) <= 1"""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=worker_env())
     assert not done.returncode, done.stderr
 
@@ -585,11 +587,11 @@ def test_import_torchvision_in_a_fresh_process():
 def test_import_torchvision_declares_only_for_the_known_failure(monkeypatch):
     asked = []
     def fail(name): asked.append(name); raise RuntimeError("something else")
-    monkeypatch.setattr(banks.importlib, "import_module", fail); monkeypatch.setattr(banks, "_DECLARED", [])
-    with pytest.raises(RuntimeError, match="something else"): banks.import_torchvision()
-    assert asked == ["torchvision"] and not banks._DECLARED
-    monkeypatch.setattr(banks.importlib, "import_module", lambda name: "torchvision itself")
-    assert banks.import_torchvision() == "torchvision itself" and not banks._DECLARED
+    monkeypatch.setattr(sources.importlib, "import_module", fail); monkeypatch.setattr(sources, "_DECLARED", [])
+    with pytest.raises(RuntimeError, match="something else"): sources.import_torchvision()
+    assert asked == ["torchvision"] and not sources._DECLARED
+    monkeypatch.setattr(sources.importlib, "import_module", lambda name: "torchvision itself")
+    assert sources.import_torchvision() == "torchvision itself" and not sources._DECLARED
 
 
 # ---- the real thing, where it is

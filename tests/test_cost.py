@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from accidents import tiny_bank
-from aim_nb.banks import load_bank
+from aim_nb.bank_files import load_bank
 from aim_nb.checkpoints import Checkpoints
 from aim_nb.core import Budget, numpy_rng
 from aim_nb.loop import run_loop

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image
 
 from accidents import Child, tiny_bank, warm
-from aim_nb import banks, records
+from aim_nb import records
 from aim_nb.aim import AIM
-from aim_nb.banks import decode, load_bank, open_files, read_pickle
+from aim_nb.bank_files import file_errors, load_bank
+from aim_nb.bank_sources import BIG, decode, open_files, read_pickle
 from aim_nb.checkpoints import Checkpoints, load_tensors, save_tensors
 from aim_nb.core import AimError, Budget, Protocol, numpy_rng, torch_rng
 from test_banks import png
@@ -174,7 +175,7 @@ def make_zip(path, members, method=zipfile.ZIP_DEFLATED):
 def read_all(path):
     with open_files(path) as files:
         for name, read in files.items():
-            with banks.file_errors(f"{path}: {name}"): read()
+            with file_errors(f"{path}: {name}"): read()
 
 
 def test_archives(place, tally, many):
@@ -242,7 +243,7 @@ def test_great_bombs(place, tally):
         block = bytes(1 << 24)
         with z.open("a.png", "w", force_zip64=True) as f: [f.write(block) for _ in range(40)]
     refused_in(tally, "zip bomb of one great member", lambda: read_all(place/"great.zip"), place/"said", 300 << 20)
-    make_zip(place/"many.zip", {f"{i}.png": b"" for i in range(banks.BIG["members"] + 1)}, zipfile.ZIP_STORED)
+    make_zip(place/"many.zip", {f"{i}.png": b"" for i in range(BIG["members"] + 1)}, zipfile.ZIP_STORED)
     refused_in(tally, "zip bomb of many members", lambda: read_all(place/"many.zip"), place/"said", 1 << 30)
     for kind, size in ((tarfile.REGTYPE, 20 << 30), (tarfile.XHDTYPE, 2 << 30), (tarfile.GNUTYPE_LONGNAME, 2 << 30)):
         info = tarfile.TarInfo("a"); info.type, info.size = kind, size
@@ -274,7 +275,7 @@ def test_pictures(place, tally, many):
         @searched(many, 12, 200)
         @given(damage(f.getvalue()))
         def check(data):
-            with warnings.catch_warnings(): warnings.simplefilter("ignore"); read_or_refuse(tally, "picture with random damage", lambda: decode(data, "x", "RGB"), lambda im: im.mode == "RGB" and im.width*im.height <= banks.BIG["pixels"])
+            with warnings.catch_warnings(): warnings.simplefilter("ignore"); read_or_refuse(tally, "picture with random damage", lambda: decode(data, "x", "RGB"), lambda im: im.mode == "RGB" and im.width*im.height <= BIG["pixels"])
         check()
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np, pytest, torch
 from accidents import Child, warm
 from aim_nb import pretrain
-from aim_nb.banks import Bank
+from aim_nb.bank_files import Bank
 from aim_nb.checkpoints import load_tensors
 from aim_nb.core import AimError, Budget, numpy_rng
 from aim_nb.pretrain import feature_bank, features_from_arrays, fill_array, pretrained_backbone
@@ -12,7 +12,7 @@ from aim_nb.tasks import draw_episodes
 
 TOY = textwrap.dedent('''
     import numpy as np
-    from aim_nb.banks import Bank
+    from aim_nb.bank_files import Bank
     from aim_nb.core import Budget, numpy_rng
     def toy_bank(classes=(6, 5, 5), n=20):
         rng, C = numpy_rng("toy"), sum(classes)
