@@ -8,7 +8,7 @@ import math
 from typing import NamedTuple
 import torch
 from torch import nn
-from .core import AimError, check_choice
+from .core import AimError, check_choice, threads
 
 # %% auto #0
 __all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'matrices', 'pair_products', 'pair_sum',
@@ -495,9 +495,11 @@ class LinearSteps(Steps):
     def __init__(self, layer, z, n=0, ranks_in=None, ranks=None):
         super().__init__(layer, z, n)
         self.rows, self.held = z.new_empty(3*len(z), layer.d_out), None     # outputs first, then whatever rows the gradient mixes: one product writes them all
-        self.y = torch.mm(z, layer.W, out=self.rows[:len(z)])
+        with threads(layer.threads): self.y = torch.mm(z, layer.W, out=self.rows[:len(z)])
     def support(self): return self.y[:self.n]
-    def adapt(self, g, lr): self.held = g, lr; self.y.addmm_(self.z @ self.z[:self.n].t(), g, alpha=-lr)     # in place: a fresh 5 MB would cost as much as the product
+    def adapt(self, g, lr):
+        self.held, gram = (g, lr), self.z @ self.z[:self.n].t()
+        with threads(self.layer.threads): self.y.addmm_(gram, g, alpha=-lr)     # in place: a fresh 5 MB would cost as much as the product
     def output(self): return self.y
     def write_(self, g, lr, keep=True):
         z, more = self.z.t(), []
@@ -507,11 +509,12 @@ class LinearSteps(Steps):
         if self.held and keep: left.append(z[:, :self.n]*self.held[1]); more.append(self.held[0])
         m = len(self.z)
         for r in more: self.rows[m:m + len(r)] = r; m += len(r)
-        self.layer.W.addmm_(torch.cat(left, 1), self.rows[:m], alpha=-1)
+        with threads(self.layer.threads): self.layer.W.addmm_(torch.cat(left, 1), self.rows[:m], alpha=-1)
 
 # %% ../nbs/10_aim.ipynb #2e567df8
 class LinearTwin(Layer):
     "One linear map without bias, with the same fused step as AIM."
+    threads = 0     # of its wide products, the only ones of a training step that gain from more than one (0: as many as there are)
     def __init__(self, d_in, d_out, generator=None):
         super().__init__()
         check_sizes(d_in=d_in, d_out=d_out)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from .aim import AIM, Identity, check_sizes, linear_twin
+from .aim import AIM, Identity, LinearTwin, check_sizes, linear_twin
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import AimError, Budget, FEWSHOT_METHODS, Protocol, check_choice, content_key, pick_device, runs_dir, threads, torch_rng
@@ -136,6 +136,7 @@ class FewshotTrainee(FewshotModel):
     def __init__(self, layer, head, features, n_shot=1, seed=0, protocol=Protocol(), rates=None, n_query=15, val_episodes=1000, device="cpu", keep_best=False):
         super().__init__(layer, head, rates or paper_rates(), device)
         self.features, self.seed, self.best = features, seed, (-1., {}) if keep_best else None
+        if isinstance(layer, LinearTwin): layer.threads = torch.get_num_threads()       # those of the caller, before the loop goes down to one
         self.feed = EpisodeFeed(features, seed, head.n_way, n_shot, n_query, device)
         self.val = fixed_episodes(features, "val", val_episodes, head.n_way, n_shot, n_query)
         ys, self.yq = (torch.arange(head.n_way, device=device).repeat_interleave(k) for k in (n_shot, n_query))
@@ -156,7 +157,7 @@ class FewshotTrainee(FewshotModel):
     def score(self, split, episodes, decision=None):
         "The score of some episodes at the present weights."
         use = len(self.features.class_rows(split)) if len(self.used) else 0
-        return evaluate(self.layer, self.head, self.features.tensor(split).to(self.device), episodes, adapt=self.t.adapt, lr=self.rates.nu_in, decision=decision, use=use)
+        with threads(getattr(self.layer, "threads", 0)): return evaluate(self.layer, self.head, self.features.tensor(split).to(self.device), episodes, adapt=self.t.adapt, lr=self.rates.nu_in, decision=decision, use=use)
 
     def note_use(self, n, score) -> int:
         "Log which mechanisms the validation classes use; returns how many are in use, with a warning if they are one fixed set."

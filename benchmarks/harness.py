@@ -117,9 +117,10 @@ def value_row(name, value, unit, bar=None, at_most=False, **more) -> dict:
     return dict(case=name, value=value, unit=unit, **({} if bar is None else dict(bar=bar, at_most=at_most)), **more)
 
 
-def own_process(module, *args) -> dict:
-    "What `python -m module args` prints as JSON in its last line."
-    out = subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+def own_process(module, *args, threads=0) -> dict:
+    "What `python -m module args` prints as JSON in its last line; `threads` 0: as many as here."
+    env = dict(os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}))
+    out = subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, cwd=Path(__file__).parent.parent, env=env)
     if out.returncode: raise RuntimeError(out.stderr)
     return json.loads(out.stdout.splitlines()[-1])
 

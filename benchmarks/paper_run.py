@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from aim_nb.core import budget, keep_memory, torch_rng, use_threads
+from aim_nb.core import budget, keep_memory, threads, torch_rng
 from aim_nb.pretrain import features_from_arrays
 from aim_nb.sib import SIBHead
 from aim_nb.train_fewshot import FewshotTrainee, fixed_episodes, make_layer
@@ -24,13 +24,8 @@ def banks(each):
     return features_from_arrays(train=split(64, 10, 0), val=split(16, 1, 1), test=split(20, 1, 2))
 
 
-def main(method, size="full", clock="wall"):
-    keep_memory(); use_threads(1)       # as training does
-    tiny, now = size == "tiny", CLOCKS[clock]
-    b, features = budget("paper", "fewshot", "cifar-fs"), banks(30 if tiny else 600)
-    layer = make_layer(method, 256)
-    t = FewshotTrainee(layer, SIBHead(layer.d_out, generator=torch_rng(0, "head")), features, val_episodes=20 if tiny else b.val_episodes)
-    n = 2 if tiny else 200
+def parts(t, n, test, now):
+    "Seconds of a step (three times over `n` steps), of a validation and of a test."
     for i in range(n): t.step(i)
     times = []
     for k in range(1, 4):
@@ -38,8 +33,17 @@ def main(method, size="full", clock="wall"):
         for i in range(k * n, (k + 1) * n): t.step(i)
         times.append((now() - start) / n)
     start = now(); t.validate(n); validation = now() - start
-    test = fixed_episodes(features, "test", 20 if tiny else b.test_episodes)
-    start = now(); t.score("test", test); testing = now() - start
+    start = now(); t.score("test", test)
+    return times, validation, now() - start
+
+
+def main(method, size="full", clock="wall"):
+    keep_memory()       # as training does
+    tiny, now = size == "tiny", CLOCKS[clock]
+    b, features = budget("paper", "fewshot", "cifar-fs"), banks(30 if tiny else 600)
+    layer = make_layer(method, 256)
+    t = FewshotTrainee(layer, SIBHead(layer.d_out, generator=torch_rng(0, "head")), features, val_episodes=20 if tiny else b.val_episodes)
+    with threads(1): times, validation, testing = parts(t, 2 if tiny else 200, fixed_episodes(features, "test", 20 if tiny else b.test_episodes), now)     # as training does, too
     minutes = (b.steps * median(times) + b.steps / b.val_every * validation + 2 * testing) / 60
     print(json.dumps(dict(value=minutes, unit="minutes", steps=b.steps, step_ms=1e3 * median(times), validation_s=validation, test_s=testing,
                           memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20)))
