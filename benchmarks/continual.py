@@ -12,7 +12,7 @@ from aim_nb.fastweights import FastAIM
 from aim_nb.oml import OML, FastTail, inner_steps, oml_loss
 from aim_nb.reference import PlainAIM, PlainANML, PlainOML, PlainTail, copy_weights, plain_convs, plain_inner, plain_metatest, plain_outer
 
-from .harness import case, compare, median, seconds
+from .harness import CLOCK, case, compare, median, own_process, seconds, value_row
 from .layer import flat, together
 
 SIZE = {"omniglot": dict(side=28, n_out=1000, release_channels=3, channels=1), "cifar": dict(side=32, n_out=100, release_channels=3, channels=3)}
@@ -51,18 +51,23 @@ def ranks_for(T):
     return r[:-1], r[-1]
 
 
+def own_step(method, fast, x, y, T, **own):
+    "The project's outer step on one meta-batch."
+    opt, rng = torch.optim.Adam(fast.parameters(), 1e-3, fused=True), torch_rng(0, "ranks")
+    def step():
+        loss = (oml_loss if method == "oml" else anml_loss)(fast, x, y, n_inner=T, generator=rng, **own)[0]
+        opt.zero_grad(); loss.backward(); opt.step()
+    return step
+
+
 def outer_pair(method, data, gate, release, tiny=False):
     "One outer step of both sides on the same meta-batch."
     fast, plain, shape = nets(method, data, gate, release, tiny)
     x, y, T = meta_batch(shape, tiny)
-    opt, ref = torch.optim.Adam(fast.parameters(), 1e-3, fused=True), torch.optim.Adam(plain.parameters(), 1e-3)
-    ranks, last = ranks_for(T)
-    rng, own = torch_rng(0, "ranks"), dict(fast_set="release" if release else "paper") if method == "anml" else {}
+    ref, (ranks, last) = torch.optim.Adam(plain.parameters(), 1e-3), ranks_for(T)
+    own = dict(fast_set="release" if release else "paper") if method == "anml" else {}
     names = plain.fast if release or method == "oml" else ("p.", "tail.")
-    def ours():
-        loss = (oml_loss if method == "oml" else anml_loss)(fast, x, y, n_inner=T, generator=rng, **own)[0]
-        opt.zero_grad(); loss.backward(); opt.step()
-    return fast, x, T, ours, lambda: plain_outer(plain, ref, x, y, x[-T:], y[-T:], names, ranks=ranks, last=last)
+    return fast, x, T, own_step(method, fast, x, y, T, **own), lambda: plain_outer(plain, ref, x, y, x[-T:], y[-T:], names, ranks=ranks, last=last)
 
 
 def conv_share(rln, x, plan):
@@ -86,6 +91,13 @@ def outer_steps(plan):
             if method == "oml": row |= conv_share(fast.rln, x, plan)
             yield row
             del fast, x, ours, ref      # the networks of the next size need the memory
+
+
+@case("continual")
+def per_image_norm(plan):
+    "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map (folded into the convolutions), memory kept as in training, which needs a process of its own."
+    found = own_process("benchmarks.norms", "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0])
+    return [value_row("outer step oml+aim omniglot, per-image norm over affine", found["instance_ms"] / found["affine_ms"], "x", bar=1.15, at_most=True, **found)]
 
 
 @case("continual")
