@@ -483,10 +483,11 @@ def _best(records) -> list:
     return list(best.values())
 
 def _one_budget(records) -> list:
-    "Of each dataset the records of the budget with the most methods, of equals the longest: lines of one figure have had the same training."
+    "Of each dataset the records of one budget, since lines of one figure have had the same training: with two methods or more, the full network before a narrow one, then the most methods, then the longest."
     groups = {}
     for r in records: groups.setdefault(r["dataset"], {}).setdefault(tuple(r["budget"][k] for k in ("steps", "name", "width")), []).append(r)
-    return [r for of in groups.values() for r in of[max(of, key=lambda b: (len({r["method"] for r in of[b]}), b))]]
+    def rank(of, budget): return (min(2, n := len({r["method"] for r in of[budget]})), not budget[-1], n, budget)
+    return [r for of in groups.values() for r in of[max(of, key=lambda b: rank(of, b))]]
 
 def activation_figures(records) -> dict:
     "File name -> figure: masks first and last, and the weights over training, of the kept activation records."
