@@ -4,11 +4,6 @@ from __future__ import annotations
 FLOOR, RELEASE, CONVS = 3., 1.3, .7       # AIM's share over its floor; the reference's time over the release's; convolutions over those in a large batch
 
 
-KNOWN = {       # bars that are missed for a reason: told each time, and a failure again where they get worse than this
-    "training step 256->400 against M": (2.75, "an episode of 80 images touches five times as many of 256 mechanisms as of 32, and each is read once and written once"),
-}
-
-
 def row_misses(r) -> list:
     "What one row misses, in words."
     out = []
@@ -22,14 +17,6 @@ def row_misses(r) -> list:
     return [f"MISS {r['case']}: {o}" for o in out]
 
 
-def is_known(r) -> bool: return r["case"] in KNOWN and r["growth"] <= KNOWN[r["case"]][0]
-
-
 def misses(rows) -> list:
-    "Every missed bar as a sentence, but for the known ones."
-    return [m for r in rows if not is_known(r) for m in row_misses(r)]
-
-
-def known_misses(rows) -> list:
-    "The bars that are missed for a known reason."
-    return [f"KNOWN {m}: {KNOWN[r['case']][1]}; a failure beyond {KNOWN[r['case']][0]}x" for r in rows if is_known(r) for m in row_misses(r)]
+    "Every missed bar as a sentence."
+    return [m for r in rows for m in row_misses(r)]
