@@ -8,15 +8,13 @@ import math
 from typing import NamedTuple
 import torch
 from torch import nn
-from .core import AimError, check_choice, threads
+from .core import AimError, check_choice
 
 # %% auto #0
 __all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'matrices', 'pair_products', 'pair_sum',
-           'mix', 'mix_grads', 'Mixed', 'Steps', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices',
-           'normal', 'Attentive', 'unit', 'unit_grad', 'Block', 'block', 'block_rows', 'block_sum', 'block_slopes',
-           'Held', 'or_all', 'bmv', 'moved_queries', 'AIMOutputs', 'AIMSteps', 'write_values_', 'write_keys_',
-           'write_states_', 'Fused', 'AIM', 'count_parameters', 'twin_width', 'LinearSteps', 'LinearTwin',
-           'linear_twin', 'IdentitySteps', 'Identity']
+           'mix', 'mix_grads', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices', 'normal',
+           'Attentive', 'unit', 'unit_grad', 'AIM', 'count_parameters', 'twin_width', 'LinearTwin', 'linear_twin',
+           'Identity']
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
@@ -170,39 +168,13 @@ def mix_grads(z, W, w, g, mask):
     grads = _first_order(z, W, w, g, mask, (0, 2))
     return grads[0], grads[2]
 
-# %% ../nbs/10_aim.ipynb #31dfc5b4
-class Mixed(NamedTuple):
-    "The gradient B X + C T for outputs X, not multiplied out."
-    B: torch.Tensor # (..., N, N)
-    C: torch.Tensor # (..., N, r)
-    T: torch.Tensor # (..., r, V) a few rows
-    def of(self, X): return self.B @ X + self.C @ self.T
-
-class Steps:
-    "SGD on a layer without autograd. The weights stay as they are until `write_`."
-    mixed = False       # whether `write_` takes a `Mixed`, too
-    def __init__(self,
-        layer, z,       # (B, D) all rows
-        n=0,            # how many of them, the first ones, are support rows of a step to `adapt` to
-        ranks_in=None, ranks=None, # stochastic choices of the support rows and of all rows
-    ): self.layer, self.z, self.n = layer, z, n
-    def support(self):
-        "The layer's output for the support rows."
-    def adapt(self, g, lr):
-        "Hold one SGD step on the support rows; g = dL/d(their output)."
-    def output(self):
-        "The layer's output for all rows, at the weights held."
-    def write_(self, g, lr, keep=True):
-        "Write the SGD step for g = dL/d(output), taken at the weights held, and, if `keep`, the step that is held."
-
+# %% ../nbs/10_aim.ipynb #e11faeae
 class Layer(nn.Module):
-    "What may stand between backbone and head: `forward` for autograd, `steps` for SGD without it."
+    "What may stand between backbone and head."
+    threads = 0     # of its wide products in training, the only ones that gain from more than one (0: as many as there are)
     def draw_ranks(self, generator=None, rows=None): # one stochastic choice for a training pass
         "The positions of the ranking to use, or None for the best K."
         return None
-    def steps(self, z, n=0, ranks_in=None, ranks=None) -> Steps:
-        "Begin an SGD step, or two."
-        return self.steps_class(self, z, n, ranks_in, ranks)
 
 # %% ../nbs/10_aim.ipynb #e4ae9bae
 def check_sizes(**sizes):
@@ -287,176 +259,8 @@ def unit_grad(
     "dL/dy."
     return (g - (g*out).sum(-1, keepdim=True)*out)/norm
 
-# %% ../nbs/10_aim.ipynb #d5c86e0a
-class Block(NamedTuple):
-    "The products of some pairs with the slow weights."
-    p: Plan
-    Z: torch.Tensor # (n, D) z_r of every pair
-    Y: torch.Tensor # (n, V) z_r W_m
-
-def block(z, W, mask) -> Block:
-    "The pairs of a mask, multiplied."
-    p = plan(mask)
-    return Block(p, *pair_products(z, W, p))
-
-def block_rows(
-    b, n, # Block; how many rows, from the first
-) -> tuple:
-    "The part of a block that belongs to the first `n` rows, and where it was."
-    at = (b.p.rows < n).nonzero()[:, 0]
-    return Block(Plan(b.p.rows[at], b.p.mech[at], [], []), None, b.Y.index_select(0, at)), at
-
-def block_sum(blocks, w): # (B, M) weights, zero where a pair is not in use
-    "sum over the pairs of w_bm z_b W_m."
-    return sum(pair_sum(b.Y*w[b.p.rows, b.p.mech, None], b.p, len(w)) for b in blocks)
-
-def block_slopes(blocks, g, M):
-    "dL/dw (B, M) for g = dL/d block_sum, zero where no pair is."
-    da = g.new_zeros(len(g), M)
-    for p, _, Y in blocks: da.index_put_((p.rows, p.mech), (g.index_select(0, p.rows)*Y).sum(1))
-    return da
-
-# %% ../nbs/10_aim.ipynb #9b7aa323
-class Held(NamedTuple):
-    "An SGD step in factors."
-    lr: float
-    w: torch.Tensor; g: torch.Tensor    # (n, M), (n, V): W_M[m] moves by z^T (w_m g)
-    dk: torch.Tensor                    # (n, d_k): W_K moves by z^T dk
-    u: torch.Tensor; h: torch.Tensor    # (M, d_k), (M, d_h): dL/dq, and h after the step
-    gram: torch.Tensor                  # (B, n) z . z_support
-
-def or_all(active, M) -> list:
-    "The active mechanisms, or all of them where few are idle."
-    return list(range(M)) if M - len(active) <= 16 else active
-
-def bmv(x, W): return torch.bmm(x[:, None], W)[:, 0]    # x_m W_m for every m
-
-def moved_queries(aim, q, u, lr, active) -> tuple:
-    "h and the queries after an SGD step with query gradients `u`; nothing is written."
-    A = torch.tensor(active, dtype=torch.long, device=q.device)
-    h, u = aim.h.index_select(0, A), u.index_select(0, A)
-    new, q_new = h.clone(), torch.empty_like(u)
-    if len(A) == aim.M: q_new = bmv(new.sub_(bmv(u, aim.W_Q.mT), alpha=lr), aim.W_Q)
-    else:
-        for W, h_m, u_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), q_new.unbind()):
-            torch.mv(W.t(), h_m.addmv_(W, u_m, alpha=-lr), out=q_m)
-    q_new.addcmul_((new*h).sum(-1, keepdim=True), u, value=-lr)
-    return aim.h.index_copy(0, A, new), q.index_copy(0, A, q_new)
-
-# %% ../nbs/10_aim.ipynb #a9ed4d6c
-class AIMOutputs(Steps):
-    "The forward half of AIM's steps: products with the slow weights, outputs at the weights held."
-    def __init__(self, layer, z, n=0, ranks_in=None, ranks=None):
-        super().__init__(layer, z, n)
-        self.ranks, self.held, self.q, self.k = ranks, None, layer.fused_queries(), layer.keys(z)
-        self.q_slow, self.a = self.q, layer.scores(self.k, self.q)
-        self.mask = self.known = layer.choose(self.a, ranks)
-        if n:
-            self.mask_in = layer.choose(self.a[:n], ranks_in)
-            self.known = torch.cat([self.mask[:n] | self.mask_in, self.mask[n:]])
-        self.blocks = [block(z, layer.W_M, self.known)]
-
-    def _unit(self, y): # the raw gate's last step
-        if self.layer.gate == "raw": y, self.norm = unit(y)
-        self.y = y
-        return y
-    def _unit_grad(self, g): return unit_grad(g, self.y, self.norm) if self.layer.gate == "raw" else g
-    def _score_slopes(self, da, a, mask): # dL/ds
-        ds = da*mask/math.sqrt(self.layer.d_k)
-        return ds*a*(1 - a) if self.layer.gate == "sigmoid" else ds
-
-    def support(self):
-        self.own, self.own_at = block_rows(self.blocks[0], self.n)
-        return self._unit(block_sum([self.own], self.a[:self.n]*self.mask_in))
-
-    def output(self):
-        w = self.a*self.mask
-        y, held = block_sum(self.blocks, w), self.held
-        if held: y.addmm_((w @ held.w.t()).mul_(held.gram), held.g, alpha=-held.lr)
-        return self._unit(y)
-
-# %% ../nbs/10_aim.ipynb #a1b5e7d3
-class AIMSteps(AIMOutputs):
-    "AIM's: every mechanism in use is read once for its products and once for its update."
-    def adapt(self, g, lr):
-        aim, n, a, mask, g = self.layer, self.n, self.a[:self.n], self.mask_in, self._unit_grad(g)
-        ds = self._score_slopes(block_slopes([self.own], g, aim.M), a, mask)
-        dk, u, gram = ds @ self.q, ds.t() @ self.k[:n], self.z @ self.z[:n].t()
-        h, self.q = moved_queries(aim, self.q, u, lr, or_all(mask.any(0).nonzero()[:, 0].tolist(), aim.M))
-        self.k = torch.addmm(self.k, gram if aim.b_K is None else gram + 1, dk, alpha=-lr)     # the key bias moves like the weight of a constant feature 1
-        self.held = Held(lr, a*mask, g, dk, u, h, gram)
-        self.a = aim.scores(self.k, self.q)
-        self.mask = aim.choose(self.a, self.ranks)
-        late = self.mask & ~self.known
-        if late.any(): self.blocks.append(block(self.z, aim.W_M, late))
-
-    def write_(self, g, lr, keep=True):
-        aim, held, g = self.layer, self.held, self._unit_grad(g)
-        da = block_slopes(self.blocks, g, aim.M)
-        if held: da.addmm_((g @ held.g.t()).mul_(held.gram), held.w, alpha=-held.lr)
-        ds = self._score_slopes(da, self.a, self.mask)
-        held_rate = held.lr if held and keep else 0.
-        write_values_(self, g, lr, held_rate)
-        write_keys_(self, (ds @ self.q).mul_(lr), held_rate)
-        active = sorted({m for b in self.blocks for m in b.p.active})
-        aim._remember(write_states_(self, ds.t() @ self.k, lr, held_rate, or_all(active, aim.M)))
-
-# %% ../nbs/10_aim.ipynb #0730114a
-def write_values_(s, g, lr, held_rate):
-    "W_M -= both steps, for the mechanisms in use."
-    p, Z = s.blocks[0][:2]
-    at = s.own_at if held_rate else None
-    if len(s.blocks) > 1:                       # pairs came late: sort once more
-        p = plan(s.known | s.mask)
-        Z, at = s.z.index_select(0, p.rows), (p.rows < s.n).nonzero()[:, 0]
-    R = g.index_select(0, p.rows).mul_((s.a*s.mask)[p.rows, p.mech, None]*-lr)
-    if held_rate: R.index_add_(0, at, s.held.g[p.rows[at]]*s.held.w[p.rows[at], p.mech[at], None], alpha=-held_rate)
-    for W, z_m, r_m in zip(matrices(s.layer.W_M, p.active), Z.t().split(p.sizes, 1), R.split(p.sizes)): W.addmm_(z_m, r_m)
-
-def write_keys_(s, dk, held_rate): # (B, d_k), the rate in it
-    "W_K and its bias -= both steps."
-    if held_rate: dk[:s.n].add_(s.held.dk, alpha=held_rate)
-    s.layer.W_K.addmm_(s.z.t(), dk, alpha=-1)
-    if s.layer.b_K is not None: s.layer.b_K.sub_(dk.sum(0))
-
-# %% ../nbs/10_aim.ipynb #4cc4aefe
-def write_states_(s, u, lr, held_rate, active):
-    "h and W_Q -= both steps; returns the queries after it."
-    aim, held, A = s.layer, s.held, torch.tensor(active, dtype=torch.long, device=u.device)
-    h, u = aim.h.index_select(0, A), u.index_select(0, A)
-    new, left, right, q = h, [h*lr], [u], torch.empty_like(u)
-    if held:
-        h1, u1 = held.h.index_select(0, A), held.u.index_select(0, A)
-        left, right = [h*held_rate, h1*lr], [u1, u]
-        new = torch.addcmul(h1 if held_rate else h, (u1*u).sum(-1, keepdim=True), h, value=lr*held.lr)
-    if len(A) == aim.M:
-        new = torch.sub(new, bmv(u, aim.W_Q.mT), alpha=lr)
-        for x, y in zip(left, right): aim.W_Q.addcmul_(x[:, :, None], y[:, None], value=-1)     # elementwise: a product of rank one or two is slower
-        q = bmv(new, aim.W_Q)
-    else:
-        for W, h_m, u_m, left_m, right_m, q_m in zip(matrices(aim.W_Q, active), new.unbind(), u.unbind(), torch.stack(left, 1).unbind(), torch.stack(right, 1).unbind(), q.unbind()):
-            h_m.addmv_(W, u_m, alpha=-lr)
-            torch.mv(W.addmm_(left_m.t(), right_m, alpha=-1).t(), h_m, out=q_m)
-    aim.h.index_copy_(0, A, new)
-    return s.q_slow.index_copy(0, A, q)
-
-# %% ../nbs/10_aim.ipynb #ea4a4d50
-class Fused(Attentive):
-    "AIM's fused steps: no graph, no gradient buffer, idle mechanisms neither read nor written."
-    steps_class = AIMSteps
-    def _now(self): return [(t.data_ptr(), t._version) for t in (self.h, self.W_Q)]
-    def _remember(self, q):
-        self._q = q, self._now(), (self.h.detach(), self.W_Q.detach())   # the aliases hold the memory, so its address cannot pass to another tensor
-        return q
-    @torch.no_grad()
-    def fused_queries(self):
-        "The queries, from memory if h and W_Q have not changed."
-        q, then, _ = self.__dict__.get("_q", (None, None, None))
-        return q if then == self._now() else self._remember(self.queries())
-    def __getstate__(self): return {k: v for k, v in self.__dict__.items() if k != "_q"}   # a copy starts without the memory
-
 # %% ../nbs/10_aim.ipynb #3f5d62db
-class AIM(Fused):
+class AIM(Attentive):
     "Attentive independent mechanisms: K of M linear maps for every input, chosen by attention."
     def forward(self,
         z,                      # (..., d_in)
@@ -489,32 +293,8 @@ def twin_width(
     return round((count_parameters(aim) + aim.d_out*fan_out)/(aim.d_in + fan_out))
 
 # %% ../nbs/10_aim.ipynb #92e38af8
-class LinearSteps(Steps):
-    "The linear map's: its matrix is read once and written once."
-    mixed = True
-    def __init__(self, layer, z, n=0, ranks_in=None, ranks=None):
-        super().__init__(layer, z, n)
-        self.rows, self.held = z.new_empty(3*len(z), layer.d_out), None     # outputs first, then whatever rows the gradient mixes: one product writes them all
-        with threads(layer.threads): self.y = torch.mm(z, layer.W, out=self.rows[:len(z)])
-    def support(self): return self.y[:self.n]
-    def adapt(self, g, lr):
-        self.held, gram = (g, lr), self.z @ self.z[:self.n].t()
-        with threads(self.layer.threads): self.y.addmm_(gram, g, alpha=-lr)     # in place: a fresh 5 MB would cost as much as the product
-    def output(self): return self.y
-    def write_(self, g, lr, keep=True):
-        z, more = self.z.t(), []
-        if isinstance(g, Mixed): left, more = [z @ g.B, z @ g.C], [g.T]
-        else: left = [z]; self.y.copy_(g)
-        left = [m*lr for m in left]
-        if self.held and keep: left.append(z[:, :self.n]*self.held[1]); more.append(self.held[0])
-        m = len(self.z)
-        for r in more: self.rows[m:m + len(r)] = r; m += len(r)
-        with threads(self.layer.threads): self.layer.W.addmm_(torch.cat(left, 1), self.rows[:m], alpha=-1)
-
-# %% ../nbs/10_aim.ipynb #2e567df8
 class LinearTwin(Layer):
-    "One linear map without bias, with the same fused step as AIM."
-    threads = 0     # of its wide products, the only ones of a training step that gain from more than one (0: as many as there are)
+    "One linear map without bias."
     def __init__(self, d_in, d_out, generator=None):
         super().__init__()
         check_sizes(d_in=d_in, d_out=d_out)
@@ -523,18 +303,11 @@ class LinearTwin(Layer):
     def forward(self, z, ranks=None, generator=None):
         check_input(z, self.d_in, self.W.dtype)
         return z @ self.W
-    steps_class = LinearSteps
     def extra_repr(self): return f"{self.d_in} -> {self.d_out}"
 
 def linear_twin(aim, fan_out=0, generator=None) -> LinearTwin:
     "The linear layer with as many parameters as `aim`."
     return LinearTwin(aim.d_in, twin_width(aim, fan_out), generator).to(aim.h)
-
-class IdentitySteps(Steps):
-    "Nothing to move."
-    mixed = True
-    def support(self): return self.z[:self.n]
-    def output(self): return self.z
 
 class Identity(Layer):
     "No layer at all: plain SIB."
@@ -542,4 +315,3 @@ class Identity(Layer):
         super().__init__()
         self.d_in = self.d_out = d
     def forward(self, z, ranks=None, generator=None): return z
-    steps_class = IdentitySteps

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from .aim import AIM, Identity, LinearTwin, check_sizes, linear_twin
+from .aim import AIM, Identity, check_sizes, linear_twin
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import AimError, Budget, FEWSHOT_METHODS, Protocol, check_choice, content_key, pick_device, runs_dir, threads, torch_rng
 from .core import budget as named_budget
 from .evaluate_fewshot import evaluate
+from .fused import block_length, episodes, moving_queries
 from .loop import load_module, module_tensors, run_loop, wants_fresh
 from .paper import hyper
 from .pretrain import feature_bank, features_from_arrays, pretrained_backbone
@@ -59,7 +60,7 @@ class FlatSGD:
 # %% ../nbs/16_train_fewshot.ipynb #33bd04f5
 class Episodic(NamedTuple):
     "What every iteration has in common."
-    layer: object; p: SIBParams; A: torch.Tensor; n: int; Ys: torch.Tensor; Yq: torch.Tensor
+    p: SIBParams; A: torch.Tensor; n: int; Ys: torch.Tensor; Yq: torch.Tensor
     steps: int; eps: float; rates: Rates; update: str; adapt: bool
 
     def sib(self, X): return sib_forward(self.p, X, self.A, self.steps, self.eps)
@@ -68,18 +69,16 @@ class Episodic(NamedTuple):
 @torch.no_grad()
 def double_step(
     t: Episodic,
-    z,                              # (n + q, D) support and query features
-    ranks_in=None, ranks_out=None,  # of the two calls
+    steps,       # of the layer, for the episode's support and query features
 ) -> tuple:
-    "Inner, then outer step of one episode; returns logits, the head's gradients and the layer's steps."
-    steps = t.layer.steps(z, t.n if t.adapt else 0, ranks_in, ranks_out)
+    "Inner, then outer step of one episode; returns logits and the head's gradients."
     if t.adapt:
         s, tape = t.sib(steps.support())
         steps.adapt(sib_backward(t.p, tape, cross_entropy_grad(s, t.Ys), params=False)[0], t.rates.nu_in)
     s, tape = t.sib(steps.output())
     g, dp = sib_backward(t.p, tape, cross_entropy_grad(s, t.Yq), mixed=steps.mixed)
     steps.write_(g, 0. if t.update == "algorithm1" else t.rates.nu_out, keep=t.update != "episode")
-    return s, dp, steps
+    return s, dp
 
 # %% ../nbs/16_train_fewshot.ipynb #76f4b08c
 class EpisodeFeed:
@@ -99,21 +98,34 @@ class EpisodeFeed:
         return self.z[k]
 
 # %% ../nbs/16_train_fewshot.ipynb #91897d2b
+_WAITS = ("layer.h", "layer.W_Q", "layer.W_M", "queries.q", "queries.s", "queries.G")     # stay as they are within a block
+
 class FewshotModel:
     "Layer and head in training, and their state as tensors."
     def __init__(self, layer, head, rates, device="cpu"):
         self.layer, self.head, self.rates, self.device, self.log = layer.to(device).train(), head.to(device), rates, device, {}
         self.optimiser = FlatSGD(list(head.params()), rates.nu_sib, rates.momentum, rates.decay)
         self.used = torch.zeros(getattr(layer, "M", 0), dtype=torch.long, device=device)
+        self.run, self.block, self.first, self.count, self.start = None, block_length(layer), 0, 0, {}   # episodes `first` to `first + count` are pending; the state before them
+
+    def settle(self):
+        "Write what is pending into the weights."
+        if self.count: self.run.write_()
+        self.count, self.start = 0, {}
 
     def weights(self) -> dict:
         "Layer and head."
+        self.settle()
         return module_tensors(self.layer, "layer.") | {k: v.clone() for k, v in module_tensors(self.head, "head.").items()}
+
+    def state(self) -> dict:
+        "What a step moves, between blocks."
+        own = moving_queries(self.layer) if len(self.used) else None
+        return self.weights() | {"momentum": self.optimiser.buffer, "used": self.used} | ({f"queries.{k}": getattr(own, k) for k in "qsG"} if own else {})
 
     def tensors(self) -> dict:
         "All that a resumed run needs."
-        q = {"queries": self.layer.fused_queries()} if len(self.used) else {}
-        return self.weights() | {"momentum": self.optimiser.buffer, "used": self.used} | q | self.log
+        return (self.start if self.count else self.state()) | {"again": torch.tensor([self.first, self.count])} | self.log
 
     def load_weights(self, tensors):
         for m, prefix in ((self.layer, "layer."), (self.head, "head.")): load_module(m, tensors, prefix)
@@ -122,8 +134,10 @@ class FewshotModel:
         "Take a state back."
         self.load_weights(tensors)
         self.optimiser.buffer.copy_(tensors["momentum"]); self.used.copy_(tensors["used"])
-        if "queries" in tensors: self.layer._remember(torch.empty_like(self.layer.fused_queries()).copy_(tensors["queries"]))   # in memory of torch's own: products may round differently elsewhere
-        self.log = {k: v for k, v in tensors.items() if k.startswith("log.")}
+        own = moving_queries(self.layer) if len(self.used) else None
+        for k in "qsG" if own else "": setattr(own, k, torch.empty_like(getattr(own, k)).copy_(tensors[f"queries.{k}"]))   # in memory of torch's own: products may round differently elsewhere
+        self.log, (first, count), self.count = {k: v for k, v in tensors.items() if k.startswith("log.")}, tensors["again"].tolist(), 0
+        for i in range(first, first + count): self.step(i)
 
 # %% ../nbs/16_train_fewshot.ipynb #2cdfffbe
 def fixed_episodes(features, split, n, n_way=5, n_shot=1, n_query=15):
@@ -136,26 +150,38 @@ class FewshotTrainee(FewshotModel):
     def __init__(self, layer, head, features, n_shot=1, seed=0, protocol=Protocol(), rates=None, n_query=15, val_episodes=1000, device="cpu", keep_best=False):
         super().__init__(layer, head, rates or paper_rates(), device)
         self.features, self.seed, self.best = features, seed, (-1., {}) if keep_best else None
-        if isinstance(layer, LinearTwin): layer.threads = torch.get_num_threads()       # those of the caller, before the loop goes down to one
+        layer.threads = torch.get_num_threads()       # those of the caller, before the loop goes down to one
         self.feed = EpisodeFeed(features, seed, head.n_way, n_shot, n_query, device)
         self.val = fixed_episodes(features, "val", val_episodes, head.n_way, n_shot, n_query)
         ys, self.yq = (torch.arange(head.n_way, device=device).repeat_interleave(k) for k in (n_shot, n_query))
         onehot = lambda y: F.one_hot(y, head.n_way).to(head.w.dtype)
-        self.t = Episodic(layer, SIBParams(*(p.detach() for p in head.params())), head.average(n_shot), len(ys), onehot(ys), onehot(self.yq),
+        self.t = Episodic(SIBParams(*(p.detach() for p in head.params())), head.average(n_shot), len(ys), onehot(ys), onehot(self.yq),
                           head.steps, head.eps, self.rates, protocol.aim_update, protocol.adapt and not isinstance(layer, Identity))
+        self.run = episodes(layer, self.t.n if self.t.adapt else 0)
+
+    def begin(self, i):
+        "Start a block of episodes at `i`, up to the next multiple of its length."
+        at = range(i, i + self.block - i % self.block)
+        if len(at) > 1: self.start = {k: v if k in _WAITS else v.clone() for k, v in self.state().items()}
+        z, rngs = [self.feed[j] for j in at], [torch_rng(self.seed, "ranks", j) for j in at]
+        ranks = [[self.layer.draw_ranks(g, rows) for rows in (self.t.n, len(z[0]))] for g in rngs]
+        self.run.begin(torch.stack(z), *map(list, zip(*ranks)))
+        self.first, self.count, self.last = i, 0, at[-1]
 
     def step(self, i):
         "One iteration on episode `i`."
         if i == 0 and len(self.used): self.note_use(0, self.score("val", self.val))
-        z, g, t = self.feed[i], torch_rng(self.seed, "ranks", i), self.t
-        ranks = [self.layer.draw_ranks(g, rows) for rows in (t.n, len(z))]
-        s, grads, steps = double_step(t, z, *ranks)
-        self.optimiser.step(grads)
+        if not self.count or i != self.first + self.count: self.settle(); self.begin(i)
+        steps = self.run[self.count]
+        s, grads = double_step(self.t, steps)
+        self.optimiser.step(grads); self.count += 1
         if len(self.used): self.used += steps.mask.sum(0)
+        if i == self.last: self.settle()
         return dict(loss=F.cross_entropy(s, self.yq), acc=(s.argmax(1) == self.yq).float().mean())
 
     def score(self, split, episodes, decision=None):
         "The score of some episodes at the present weights."
+        self.settle()
         use = len(self.features.class_rows(split)) if len(self.used) else 0
         with threads(getattr(self.layer, "threads", 0)): return evaluate(self.layer, self.head, self.features.tensor(split).to(self.device), episodes, adapt=self.t.adapt, lr=self.rates.nu_in, decision=decision, use=use)
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from aim_nb.aim import AIM, Identity, linear_twin
-from aim_nb.core import torch_rng
+from aim_nb.core import threads, torch_rng
 from aim_nb.evaluate_fewshot import evaluate
+from aim_nb.fused import block_length, episodes
 from aim_nb.reference import PlainAIM, PlainFewshot, PlainLinear, PlainSIB, copy_weights, plain_episode
 from aim_nb.sib import SIBHead, SIBParams
 from aim_nb.tasks import draw_episodes
@@ -51,17 +52,26 @@ def twins(aim):
     return layer, copy_weights(layer, PlainLinear(layer.d_in, layer.d_out))
 
 
+def blocks(layer, items):
+    "Episodes' features and ranks, as many together as training takes."
+    T = block_length(layer)
+    return [(torch.stack(z), *map(list, ranks)) for z, *ranks in (zip(*items[i:i + T]) for i in range(0, len(items), T))]
+
+
 class Stepper:
-    "The project's training step on episodes that are in memory."
-    def __init__(self, layer, head, n_shot=1, n_query=15):
+    "The project's training steps on all of some episodes that are in memory."
+    def __init__(self, layer, head, items, n_shot=1, n_query=15):
         ys, yq = (torch.arange(5).repeat_interleave(k) for k in (n_shot, n_query))
         Y, rates = lambda y: F.one_hot(y, 5).float(), paper_rates()
-        self.layer, self.opt = layer.train(), FlatSGD(list(head.params()), rates.nu_sib, rates.momentum, rates.decay)
-        self.t = Episodic(layer, SIBParams(*(p.detach() for p in head.params())), head.average(n_shot), len(ys), Y(ys), Y(yq), head.steps, head.eps, rates, "inplace", not isinstance(layer, Identity))
+        self.opt, adapt = FlatSGD(list(head.params()), rates.nu_sib, rates.momentum, rates.decay), not isinstance(layer, Identity)
+        self.t = Episodic(SIBParams(*(p.detach() for p in head.params())), head.average(n_shot), len(ys), Y(ys), Y(yq), head.steps, head.eps, rates, "inplace", adapt)
+        self.run, self.blocks = episodes(layer.train(), len(ys) if adapt else 0), blocks(layer, items)
 
-    def __call__(self, z, *ranks):
-        s, grads, _ = double_step(self.t, z, *ranks)
-        self.opt.step(grads)
+    def __call__(self):
+        for Z, *ranks in self.blocks:
+            self.run.begin(Z, *ranks)
+            for t in range(len(Z)): self.opt.step(double_step(self.t, self.run[t])[1])
+            self.run.write_()
 
 
 def draws(d, n_shot, n=16, seed=0):
@@ -84,33 +94,41 @@ def in_turn(fn, items):
 @torch.no_grad()
 def aim_floor(layer, items, n_shot, rate):
     "Multiply-adds and bytes that AIM's share of a training step cannot do without, and the time they take at this machine's rates."
-    D, V, rows = layer.d_in, layer.d_out, 5 * n_shot + 75
-    distinct = sum(len(layer.steps(z, 5 * n_shot, *ranks).blocks[0].p.active) for z, *ranks in items) / len(items)
-    macs = 2 * rows * D * (layer.K * V + layer.d_k) + 3 * distinct * layer.d_h * layer.d_k              # every row's output once, every update once: the inner step shares both
+    D, V, rows, T = layer.d_in, layer.d_out, 5 * n_shot + 75, block_length(layer)
+    distinct, run = 0, episodes(layer, 5 * n_shot)
+    for Z, *ranks in blocks(layer, items):
+        run.begin(Z, *ranks)
+        distinct += int(run.known.flatten(0, 1).any(0).sum()) / len(items)                              # a block's mechanisms, shared among its steps
+    macs = 2 * rows * D * (layer.K * V + layer.d_k) + 3 * layer.M * layer.d_h * layer.d_k / T           # every row's output once, every update once: the inner step shares both
     moved = 4 * 3 * (distinct * (D * V + layer.d_h * layer.d_k) + D * layer.d_k)                        # read for the output; read and written by the update
-    return dict(macs=int(macs), bytes=int(moved), distinct=distinct, floor_ms=1e3 * max(2 * macs / rate / 1e9, moved / GBS[0] / 1e9))
+    return dict(macs=int(macs), bytes=int(moved), distinct=distinct * T, floor_ms=1e3 * max(2 * macs / rate / 1e9, moved / GBS[0] / 1e9))
 
 
 def aim_share(layer, items, n):
-    "Only AIM's part of the step: outputs and updates, of support and of all rows."
+    "Only AIM's part of the steps: outputs and updates, of support and of all rows, for all of the episodes."
     g = [torch.randn(len(z), layer.d_out, generator=torch_rng(9, len(z))) * 1e-4 for z in (items[0][0][:n], items[0][0])]
+    run, own = episodes(layer, n), blocks(layer, items)
     @torch.no_grad()
-    def run(z, *ranks):
-        s = layer.steps(z, n, *ranks)
-        s.support(); s.adapt(g[0], 1e-3); s.output(); s.write_(g[1], 1e-3)
-    return in_turn(run, items)
+    def call():
+        for Z, *ranks in own:
+            run.begin(Z, *ranks)
+            for t in range(len(Z)):
+                s = run[t]
+                s.support(); s.adapt(g[0], 1e-3); s.output(); s.write_(g[1], 1e-3)
+            run.write_()
+    return call
 
 
-def step_row(name, method, size, d, v, n_shot, plan, M=32):
+def step_row(name, method, size, d, v, n_shot, plan, M=32, bars=True):
     layer, head, plain, plain_head = model(method, d, v, M)
-    items, ours, ref = draws(d, n_shot), Stepper(layer, head, n_shot), PlainFewshot(plain, plain_head, paper_rates(), n_shot)
-    release, bar = None, None
-    if method == "sib+aim" and n_shot == 1: release, bar = RELEASE_STEP[size], BAR_STEP[size]
-    row = compare(name, in_turn(ours, items), in_turn(ref.step, items), plan, release=release, bar=bar, size=size, shots=n_shot, method=method)
-    if method == "sib+aim":
+    items, ref = draws(d, n_shot), PlainFewshot(plain, plain_head, paper_rates(), n_shot)
+    ours, per = Stepper(layer, head, items, n_shot), len(items)
+    release, bar = (RELEASE_STEP[size], BAR_STEP[size]) if bars and method == "sib+aim" and n_shot == 1 else (None, None)
+    row = compare(name, ours, in_turn(ref.step, items), plan, release=release, bar=bar, per=per, size=size, shots=n_shot, method=method)
+    if method == "sib+aim" and bars:
         floor, share = aim_floor(layer, items, n_shot, row["gflops"]), aim_share(layer, items, 5 * n_shot)
         share()
-        share = median([seconds(share, 8) for _ in range(plan["repeats"])])
+        share = median([seconds(share) / per for _ in range(plan["repeats"])])
         row |= floor | dict(share_ms=1e3 * share, share_of_floor=1e3 * share / floor["floor_ms"], of_matmul=2 * floor["macs"] / share / row["gflops"] / 1e9, of_bandwidth=floor["bytes"] / share / GBS[0] / 1e9)
     return row
 
@@ -121,6 +139,20 @@ def training_step(plan):
     for m in ("sib+aim", "sib", "sib+linear"):
         for s, dv in sizes(plan).items():
             for n in (1, 5): yield step_row(f"training step {m} {s} {n}-shot", m, s, *dv, n, plan, M=12 if plan["tiny"] else 32)
+
+
+@case("few-shot")
+def on_all_cores(plan):
+    "The same with every core on both sides: the reference as torch shares its work out, ours with all threads for its wide products alone, as training has it."
+    for s, (d, v) in sizes(plan).items():
+        layer, head, plain, plain_head = model("sib+aim", d, v, 12 if plan["tiny"] else 32)
+        items, ref, cores = draws(d, 1), PlainFewshot(plain, plain_head, paper_rates(), 1), os.cpu_count()
+        ours, layer.threads = Stepper(layer, head, items), cores
+        def one(f):
+            def call():
+                with threads(1): f()
+            return call
+        with threads(cores): yield compare(f"training step sib+aim {s} 1-shot, {cores} threads", one(ours), in_turn(ref.step, items), plan, per=len(items), size=s, shots=1, method="sib+aim", threads=cores)
 
 
 @case("few-shot")
@@ -138,10 +170,8 @@ def evaluation(plan):
 def episode_row(size, n, ours, one, plan):
     "Time per episode: ours over all of them at once, the reference one at a time."
     few = dict(plan, seconds=0., repeats=min(plan["repeats"], 3))
-    row = compare(f"test episode {size}", ours, one, few, release=RELEASE_EPISODE[size], size=size, episodes=n)
-    for part in row["ours_ms"]: row["ours_ms"][part] /= n
-    for part in row["ratio"]: row["ratio"][part] *= n
-    return row | dict(bar=BAR_EPISODE[size], episodes_per_second=1e3 / row["ours_ms"]["median"])
+    row = compare(f"test episode {size}", ours, one, few, release=RELEASE_EPISODE[size], bar=BAR_EPISODE[size], per=n, size=size, episodes=n)
+    return row | dict(episodes_per_second=1e3 / row["ours_ms"]["median"])
 
 
 @case("few-shot")
@@ -174,16 +204,19 @@ def paper_run(plan):
 @case("few-shot")
 def where_time_goes(plan):
     "The operators of one training step by their own time."
-    (size, (d, v)), n = next(iter(sizes(plan).items())), 3 if plan["tiny"] else 30
+    (size, (d, v)), n = next(iter(sizes(plan).items())), 1 if plan["tiny"] else 30
     rows = []
     for side in ("ours", "reference"):
         layer, head, plain, plain_head = model("sib+aim", d, v)
-        step = in_turn(Stepper(layer, head) if side == "ours" else PlainFewshot(plain, plain_head, paper_rates()).step, draws(d, 1))
+        items = draws(d, 1)
+        if side == "reference": one = in_turn(PlainFewshot(plain, plain_head, paper_rates()).step, items)
+        step = Stepper(layer, head, items) if side == "ours" else lambda: [one() for _ in items]
         step()
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             for _ in range(n): step()
+        n_steps = n * len(items)
         found = sorted(prof.key_averages(), key=lambda e: -e.self_cpu_time_total)
         total = sum(e.self_cpu_time_total for e in found)
-        ops = [dict(op=e.key, share=e.self_cpu_time_total / total, calls=e.count / n) for e in found[:10]]
-        rows.append(dict(case=f"operators of a training step {size}, {side}", ops=ops, calls=sum(e.count for e in found) / n))
+        ops = [dict(op=e.key, share=e.self_cpu_time_total / total, calls=e.count / n_steps) for e in found[:10]]
+        rows.append(dict(case=f"operators of a training step {size}, {side}", ops=ops, calls=sum(e.count for e in found) / n_steps))
     return rows

@@ -86,15 +86,15 @@ def alternate(ours, reference, plan) -> tuple:
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
-def compare(name, ours, reference, plan, macs=0, bytes=0, release=None, bar=None, tries=3, **more) -> dict:
-    "One row: both timed in turn between two looks at the machine, again (at most `tries` times) if it was not steady."
+def compare(name, ours, reference, plan, macs=0, bytes=0, release=None, bar=None, tries=3, per=1, **more) -> dict:
+    "One row: both timed in turn between two looks at the machine, again (at most `tries` times) if it was not steady. A call of `ours` does the work of `per` calls of the reference."
     for _ in range(1 if plan["tiny"] else tries):
         before = matmul_rate(256 if plan["tiny"] else 1024)
         a, b = alternate(ours, reference, plan)
         after = matmul_rate(256 if plan["tiny"] else 1024)
         steady = abs(after / before - 1) <= .1
         if steady: break
-    return ratio_row(name, a, b, (before + after) / 2, steady, macs, bytes, release, bar, **more)
+    return ratio_row(name, [t / per for t in a], b, (before + after) / 2, steady, macs, bytes, release, bar, **more)
 
 
 def ratio_row(name, a, b, rate, steady, macs=0, bytes=0, release=None, bar=None, **more) -> dict:

@@ -1,17 +1,21 @@
 """AIM alone, and how its cost grows."""
 from __future__ import annotations
 
+import os
+
 import torch
 
 from aim_nb.aim import AIM
 from aim_nb.core import torch_rng
 from aim_nb.evaluate_fewshot import evaluate
+from aim_nb.fused import episodes
 from aim_nb.reference import PlainAIM, copy_weights
 from aim_nb.tasks import draw_episodes
 
 from .few_shot import Stepper, aim_floor, aim_share, draws, in_turn, make_features, model
 from .harness import calls_for, case, compare, exponent, matmul_rate, median, seconds, value_row
 
+EPISODES = 16     # that `draws` gives
 LIMIT = 2 ** 26      # numbers that the reference may hold of its values (M, 2B, V); beyond it only our own side is timed
 
 
@@ -55,9 +59,11 @@ def batch_one(M, d, v):
     "One fused step of one image."
     layer = AIM(d, v, M=M, l=0, generator=torch_rng(0, "aim", M))
     x, g = make_features(d)[0], torch.randn(1, v, generator=torch_rng(0, "g")) * 1e-4
+    run_of_one = episodes(layer, alone=True)
     @torch.no_grad()
     def run(z):
-        s = layer.steps(z)
+        run_of_one.begin(z[None])
+        s = run_of_one[0]
         s.output(); s.write_(g, 1e-3)
     return in_turn(run, [(x[i:i + 1],) for i in range(0, len(x), 7)])
 
@@ -67,17 +73,20 @@ def against_M(plan):
     "A training step, and one image, against the number of mechanisms at K = 8; and the growth that the step cannot do without."
     d, v, Ms = (16, 20, (16, 32)) if plan["tiny"] else (256, 400, (32, 64, 128, 256))
     items, layers = draws(d, 1), [model("sib+aim", d, v, M)[:2] for M in Ms]
-    step = [in_turn(Stepper(*m), items) for m in layers]
+    step = [Stepper(*m, items) for m in layers]
     one = [batch_one(M, d, v) for M in Ms]
-    rows = [flat(name, Ms, together(fns, plan), bar=1.5) for name, fns in (("training step 256->400 against M", step), ("one image 256->400 against M", one))]
-    return [rows[0], floor_growth([m for m, _ in layers], items, rows[0]["ms"][0], plan), rows[1]]
+    many = dict(plan, seconds=0.)
+    few = [t / len(items) for t in together(step, many)]
+    for m, _ in layers: m.threads = os.cpu_count()      # as training has it: all threads for the wide products
+    rows = [flat("training step 256->400 against M", Ms, [t / len(items) for t in together(step, many)], bar=1.5), flat("training step 256->400 against M, one thread", Ms, few)]
+    return [*rows, floor_growth([m for m, _ in layers], items, few[0], plan), flat("one image 256->400 against M", Ms, together(one, plan), bar=1.5)]
 
 
 def floor_growth(layers, items, step_ms, plan):
     "How much the step must grow: more distinct mechanisms are more bytes. AIM at its floor, the rest of the step (the head) as it is with the fewest mechanisms."
     rate = matmul_rate(256 if plan["tiny"] else 1024)
     floors = [aim_floor(layer, items, 1, rate) for layer in layers]
-    head = max(0., step_ms - alone(aim_share(layers[0], items, 5), plan))
+    head = max(0., step_ms - alone(aim_share(layers[0], items, 5), plan) / len(items))
     ms = [f["floor_ms"] for f in floors]
     return value_row("training step 256->400 against M, floor of growth", (ms[-1] + head) / (ms[0] + head), "x", floor_ms=ms, head_ms=head,
                      distinct=[f["distinct"] for f in floors], moved_mb=[f["bytes"] / 1e6 for f in floors], mmacs=[f["macs"] / 1e6 for f in floors])
@@ -100,9 +109,9 @@ def against_sizes(plan):
     for K in Ks:
         layer = AIM(d, v, K=K, l=0, generator=torch_rng(0, "aim"))
         shares.append(aim_share(layer, [(z, None, None) for z, *_ in draws(d, 1)], 5))
-    rows.append(flat(f"AIM's share {d}->{v} against K", Ks, together(shares, plan)))
+    rows.append(flat(f"AIM's share {d}->{v} against K", Ks, [t / EPISODES for t in together(shares, dict(plan, seconds=0.))]))
     shares = [aim_share(AIM(D, v, generator=torch_rng(0, "aim")).train(), draws(D, 1), 5) for D in Ds]
-    rows.append(flat(f"AIM's share D->{v} against D", Ds, together(shares, plan)))
+    rows.append(flat(f"AIM's share D->{v} against D", Ds, [t / EPISODES for t in together(shares, dict(plan, seconds=0.))]))
     layer, head, *_ = model("sib+aim", d, v)
     x, classes = make_features(d, 20, 30 if tiny else 600)
     sets = [draw_episodes(classes, 0, range(n), stream="test") for n in Es]

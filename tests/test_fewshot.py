@@ -127,12 +127,13 @@ def test_the_comparison_can_fail(tmp_path):
     assert a.metrics != b.metrics and any(not torch.equal(ta[k], tb[k]) for k in ta)
 
 
-@pytest.mark.parametrize("lost", ["momentum", "queries"])
+@pytest.mark.parametrize("lost", ["momentum", "queries.q", "queries.s", "queries.G"])
 def test_every_part_of_the_state_matters(lost):
-    "A state without momentum (or with other cached queries) leads elsewhere."
+    "A state taken in the middle of a block leads on to the same bits; one with other momentum (or other queries in memory) leads elsewhere."
     def fresh(): return FewshotTrainee(make_layer("sib+aim", 10, **SMALL), SIBHead(12, generator=torch_rng(0)), world(), rates=Rates(.02, .05, .01, .9, 5e-4), n_query=5, val_episodes=3)
     one = fresh(); [one.step(i) for i in range(4)]
     state = {k: v.clone() for k, v in one.tensors().items()}
+    assert state["again"].tolist() == [0, 4] and one.block == 8
     same, other = fresh(), fresh()
     same.load(state); other.load({**state, lost: state[lost] + .1})
     for t in (one, same, other): [t.step(i) for i in range(4, 8)]
@@ -156,7 +157,7 @@ def test_algorithm1_moves_the_layer_by_the_support_alone():
         t = FewshotTrainee(make_layer("sib+aim", 10, **SMALL), SIBHead(12, generator=torch_rng(0)), world(), protocol=Protocol(aim_update=update),
                            rates=Rates(.02, nu_out, .01, .9, 5e-4), n_query=5, val_episodes=3)
         t.step(0)
-        return t.layer.W_M.detach().clone()
+        return t.weights()["layer.W_M"].clone()
     assert torch.equal(after("algorithm1", .05), after("algorithm1", .5)) and torch.equal(after("algorithm1", .05), after("inplace", 0.))
     assert not torch.equal(after("inplace", .05), after("inplace", 0.))
 
