@@ -4,7 +4,7 @@
 
 # %% ../nbs/19_cli.ipynb #20afe68e
 from __future__ import annotations
-import ast, os, signal, sys, time
+import ast, os, signal, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -144,14 +144,20 @@ def output_path(
 # %% ../nbs/19_cli.ipynb #20e8fd77
 class Kernels:
     "The kernels that a run started, so that Ctrl-C can reach them."
-    def __init__(self): self.managers, self.stopping = [], False
+    def __init__(self): self.managers, self.places, self.stopping = [], [], False
+
+    def sockets(self) -> dict:
+        "Local sockets in a folder of their own, so that two runs that start at once cannot take the same ones; nothing where the system has none."
+        if os.name != "posix": return {}
+        self.places.append(tempfile.TemporaryDirectory(prefix="aim-nb-", ignore_cleanup_errors=True))
+        return dict(transport="ipc", ip=os.path.join(self.places[-1].name, "kernel"))
 
     def manager_class(self):
         "A kernel manager that is remembered here, and needs no network ports where the system has local sockets."
         from jupyter_client.manager import AsyncKernelManager
         class Remembered(AsyncKernelManager):
             def __init__(manager, **kw):
-                super().__init__(**({"transport": "ipc"} if os.name == "posix" else {}), **kw)
+                super().__init__(**self.sockets(), **kw)
                 self.managers.append(manager)
         return Remembered
 

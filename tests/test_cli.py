@@ -55,6 +55,17 @@ def test_run_prints_summary_and_paths(toy, monkeypatch, aim_nb_cli):
     assert f"notebook  runs/notebooks/{out.name}" in done.stdout
 
 
+def test_two_runs_that_start_at_once(toy):
+    start = lambda steps: subprocess.Popen([Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "steps", str(steps)], cwd=toy, env={**os.environ, "AIM_RUNS": str(toy / "runs")},
+                                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    both = [start(steps) for steps in (5, 6)]
+    try: told = [p.communicate(timeout=120) for p in both]
+    finally: [p.kill() for p in both]
+    assert [p.returncode for p in both] == [0, 0], told
+    assert "steps 5" in told[0][0] and "steps 6" in told[1][0] and not any("Invalid" in err for _, err in told)
+    assert not list(toy.glob("kernel*"))          # nor does a kernel leave its sockets where the user works
+
+
 def test_progress_comes_while_the_notebook_runs(toy):
     p = subprocess.Popen([Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "wait", "600"], cwd=toy, env={**os.environ, "AIM_RUNS": str(toy / "runs")},
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
