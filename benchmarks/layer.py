@@ -1,8 +1,6 @@
 """AIM alone, and how its cost grows."""
 from __future__ import annotations
 
-import os
-
 import torch
 
 from aim_nb.aim import AIM
@@ -75,11 +73,9 @@ def against_M(plan):
     items, layers = draws(d, 1), [model("sib+aim", d, v, M)[:2] for M in Ms]
     step = [Stepper(*m, items) for m in layers]
     one = [batch_one(M, d, v) for M in Ms]
-    many = dict(plan, seconds=0.)
-    few = [t / len(items) for t in together(step, many)]
-    for m, _ in layers: m.threads = os.cpu_count()      # as training has it: all threads for the wide products
-    rows = [flat("training step 256->400 against M", Ms, [t / len(items) for t in together(step, many)], bar=1.5), flat("training step 256->400 against M, one thread", Ms, few)]
-    return [*rows, floor_growth([m for m, _ in layers], items, few[0], plan), flat("one image 256->400 against M", Ms, together(one, plan), bar=1.5)]
+    times = [t / len(items) for t in together(step, dict(plan, seconds=0.))]
+    return [flat("training step 256->400 against M", Ms, times, bar=1.5), floor_growth([m for m, _ in layers], items, times[0], plan),
+            flat("one image 256->400 against M", Ms, together(one, plan), bar=1.5)]
 
 
 def floor_growth(layers, items, step_ms, plan):
