@@ -15,14 +15,14 @@ from .check import misses                                    # noqa: E402
 from .table import line                                      # noqa: E402
 
 
-def run(names, plan, keep) -> list:
+def run(names, plan, keep, cpu) -> list:
     "Rows of the cases whose names were asked for (all if none was); `keep` is called with all rows so far after each row."
     rows = []
     for name, (group, fn) in harness.CASES.items():
         if names and not any(n in name for n in names): continue
         print(f"\n{group}: {name.replace('_', ' ')}. {fn.__doc__}", flush=True)
         for row in fn(harness.PLANS[plan]):
-            rows.append(dict(row, group=group, of=name))
+            rows.append(dict(row, group=group, of=name, measured_on=cpu))
             print(line(rows[-1]), flush=True)
             keep(rows)
     return rows
@@ -48,7 +48,7 @@ def main():
         harness.GBS[0] = here["gbs"]
         print(f"{here['cpu']}, {here['threads']} threads: {here['gflops']:.0f} GFLOP/s, {here['gbs']:.0f} GB/s, torch {here['torch']}")
         old, start = json.loads(a.out.read_text())["rows"] if a.out.exists() and a.names else [], time.time()
-        run(a.names, a.plan, lambda rows: harness.write(merge(old, rows), a.out, machine=here, plan=a.plan, seconds=round(time.time() - start)))
+        run(a.names, a.plan, lambda rows: harness.write(merge(old, rows), a.out, machine=here, plan=a.plan, seconds=round(time.time() - start)), here["cpu"])
     if not a.out.exists(): sys.exit(f"{a.out} is not there yet: make bench first.")
     stored = json.loads(a.out.read_text())
     found, m = misses(stored["rows"]), stored["machine"]

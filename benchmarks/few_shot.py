@@ -204,7 +204,7 @@ def paper_run(plan):
 @case("few-shot")
 def where_time_goes(plan):
     "The operators of one training step by their own time."
-    (size, (d, v)), n = next(iter(sizes(plan).items())), 1 if plan["tiny"] else 30
+    (size, (d, v)), n = next(iter(sizes(plan).items())), 1 if plan["tiny"] else 2
     rows = []
     for side in ("ours", "reference"):
         layer, head, plain, plain_head = model("sib+aim", d, v)
