@@ -13,8 +13,9 @@ from .core import threads
 
 # %% auto #0
 __all__ = ['Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'LinearSteps', 'LinearEpisodes', 'Scratch', 'Part',
-           'products', 'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot', 'vbm', 'Tied', 'Queries', 'mixtures',
-           'write_states_', 'moving_queries', 'AIMSteps', 'AIMEpisodes', 'block_length', 'episodes', 'steps']
+           'products', 'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot', 'vbm', 'Tied', 'Stepped', 'Queries',
+           'mixtures', 'write_states_', 'moving_queries', 'AIMOutputs', 'AIMSteps', 'AIMEpisodes', 'block_length',
+           'episodes', 'steps']
 
 # %% ../nbs/11_fused.ipynb #3a94c4d3
 class Mixed(NamedTuple):
@@ -188,8 +189,8 @@ class Tied:
         self.n += 1
 
 # %% ../nbs/11_fused.ipynb #3175dd77
-class Queries(Tied):
-    "The queries under SGD steps: `hold` one, `step`, and `write_` them into h and W_Q."
+class Stepped(Tied):
+    "The recurrence: `hold` a step, then `step`."
     def after(self, q, s, u, v, lr): # v = G u
         "q and s one step on."
         qu = dot(q, u)
@@ -222,6 +223,9 @@ class Queries(Tied):
         self.change(q1, s1, u, lr); self.done.append((lr, lr1, (u, u1)))
         self.q, self.s = q, c*c*self.s - 2*lr*c*dot(self.q, u) + lr*lr*dot(u, v)
 
+# %% ../nbs/11_fused.ipynb #282f7a47
+class Queries(Stepped):
+    "The queries under SGD steps: `hold` one, `step`, and `write_` them into h and W_Q."
     def write_(self):
         "Into h and W_Q with all steps; a few mechanisms are picked out, many are done together."
         if not self.done: return
@@ -272,7 +276,7 @@ def moving_queries(layer) -> Queries:
     return own
 
 # %% ../nbs/11_fused.ipynb #67205396
-class AIMSteps(Steps):
+class AIMOutputs(Steps):
     "One episode of a block: outputs and slopes from the block's products and the steps that are pending."
     def __init__(self, run, t):
         super().__init__(run.layer, run.Z[t], run.n)
@@ -310,6 +314,9 @@ class AIMSteps(Steps):
 
     def _unit_grad(self, g): return g if self.norm is None else unit_grad(g, self.y, self.norm)
 
+# %% ../nbs/11_fused.ipynb #a650fdd0
+class AIMSteps(AIMOutputs):
+    "The two steps of the episode."
     def support(self): return self._output(self.own, self.a[:self.n]*self.mask_in)
 
     def adapt(self, g, lr):

@@ -27,9 +27,9 @@ from .tasks import draw_episodes
 
 # %% auto #0
 __all__ = ['Rates', 'paper_rates', 'FlatSGD', 'Episodic', 'double_step', 'EpisodeFeed', 'FewshotModel', 'fixed_episodes',
-           'FewshotTrainee', 'fewshot_width', 'make_layer', 'FewshotResult', 'read_uses', 'score_last_and_best',
-           'model_metrics', 'train_fewshot', 'Curves', 'relevant', 'fewshot_identity', 'training_checkpoints',
-           'log_path', 'read_log', 'run_fewshot', 'load_fewshot']
+           'FewshotBlocks', 'FewshotTrainee', 'fewshot_width', 'make_layer', 'FewshotResult', 'read_uses',
+           'score_last_and_best', 'model_metrics', 'train_fewshot', 'Curves', 'relevant', 'fewshot_identity',
+           'training_checkpoints', 'log_path', 'read_log', 'run_fewshot', 'load_fewshot']
 
 # %% ../nbs/16_train_fewshot.ipynb #709d294b
 class Rates(NamedTuple):
@@ -145,8 +145,8 @@ def fixed_episodes(features, split, n, n_way=5, n_shot=1, n_query=15):
     return draw_episodes(features.class_rows(split), 0, range(n), n_way=n_way, n_shot=n_shot, n_query=n_query, stream=split)
 
 # %% ../nbs/16_train_fewshot.ipynb #33ccb767
-class FewshotTrainee(FewshotModel):
-    "SIB, SIB + Linear or SIB + AIM in training on the features of a frozen backbone."
+class FewshotBlocks(FewshotModel):
+    "Iterations on the features of a frozen backbone, in blocks of episodes."
     def __init__(self, layer, head, features, n_shot=1, seed=0, protocol=Protocol(), rates=None, n_query=15, val_episodes=1000, device="cpu", keep_best=False):
         super().__init__(layer, head, rates or paper_rates(), device)
         self.features, self.seed, self.best = features, seed, (-1., {}) if keep_best else None
@@ -170,7 +170,6 @@ class FewshotTrainee(FewshotModel):
 
     def step(self, i):
         "One iteration on episode `i`."
-        if i == 0 and len(self.used): self.note_use(0, self.score("val", self.val))
         if not self.count or i != self.first + self.count: self.settle(); self.begin(i)
         steps = self.run[self.count]
         s, grads = double_step(self.t, steps)
@@ -178,6 +177,14 @@ class FewshotTrainee(FewshotModel):
         if len(self.used): self.used += steps.mask.sum(0)
         if i == self.last: self.settle()
         return dict(loss=F.cross_entropy(s, self.yq), acc=(s.argmax(1) == self.yq).float().mean())
+
+# %% ../nbs/16_train_fewshot.ipynb #6ce1d80c
+class FewshotTrainee(FewshotBlocks):
+    "SIB, SIB + Linear or SIB + AIM in training."
+    def step(self, i):
+        "One iteration on episode `i`."
+        if i == 0 and len(self.used): self.note_use(0, self.score("val", self.val))
+        return super().step(i)
 
     def score(self, split, episodes, decision=None):
         "The score of some episodes at the present weights."
