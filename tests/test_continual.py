@@ -8,7 +8,7 @@ from aim_nb import evaluate_continual as ec
 from aim_nb.aim import AIM, LinearTwin
 from aim_nb.anml import ANML, anml_loss
 from aim_nb.core import CONTINUAL_METHODS, Budget, Protocol, torch_rng
-from aim_nb.oml import OML, Tail, explicit_loss, oml_loss
+from aim_nb.oml import OML, Tail, oml_loss
 from aim_nb.tasks import draw_trajectory
 
 AIM_SIZE = dict(M=6, K=2, l=1, d_h=5, d_k=4)
@@ -161,6 +161,18 @@ def test_collapse_is_said(bank):
     t = ContinualTrainee(bank, "oml+aim", 0, Budget("smoke", "continual", 4, 0, width=4, classes=4), M=6, K=2, l=1, n_out=30)
     with torch.no_grad(): t.net.tail.layer.h.zero_(); t.net.tail.layer.W_Q.zero_()     # all scores one half: everybody takes the same K
     with pytest.warns(UserWarning, match="only 2 mechanisms are used .* collapsed"): assert t.note_use(0) == 2
+
+@pytest.mark.parametrize("order", ["first", "second"])
+@pytest.mark.parametrize("method", CONTINUAL_METHODS)
+def test_every_method_steps_in_either_order(bank, method, order):
+    from aim_nb.train_continual import ContinualTrainee
+    b = Budget("smoke", "continual", 1, 0, width=4, classes=4)
+    for how in ("same", "redrawn"):
+        t = ContinualTrainee(bank, method, 0, b, Protocol(order=order, norm="instance", meta_images=how), M=6, K=2, l=1, inner=3, random=8, n_out=30)
+        before = {k: v.clone() for k, v in t.net.state_dict().items()}
+        scores = t.step(0)
+        assert all(np.isfinite(float(v)) for v in scores.values()) and 0 <= scores["acc"] <= 1
+        assert any(not torch.equal(v, before[k]) for k, v in t.net.state_dict().items() if k.startswith(t.net.slow))
 
 def test_the_baseline_learns(bank):
     "The paper's Baseline stands at chance; ours must not: after a little meta-training it keeps new classes apart."
