@@ -23,9 +23,10 @@ from .records import find_record, new_record, save_record
 from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['USUAL_NORM', 'make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee', 'relevant',
-           'continual_identity', 'training_checkpoints', 'sizes', 'aim_twin', 'read_uses', 'log_path', 'read_log',
-           'save_log', 'train_continual', 'run_continual', 'load_continual', 'describe_continual', 'read_continual']
+__all__ = ['USUAL_NORM', 'METATEST', 'make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee', 'relevant',
+           'continual_identity', 'training_checkpoints', 'continual_budget', 'sizes', 'aim_twin', 'read_uses',
+           'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual', 'load_continual',
+           'describe_continual', 'read_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
 USUAL_NORM = "instance"   # of continual runs
@@ -152,6 +153,22 @@ def training_checkpoints(identity):
     own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "parameters", "data_sha")}
     return run_checkpoints("continual", own | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()))
 
+# %% ../nbs/16_train_continual.ipynb #d2ab0469
+METATEST = ("runs", "rates", "rate_runs", "classes")   # of a budget; 0 stands for the budget's own
+
+def continual_budget(
+    budget="quick",       # smoke | quick | paper | paper@N, or a Budget
+    dataset="", steps=0,
+    **metatest,           # runs, rates, rate_runs, classes
+) -> Budget:
+    "The budget, its meta-test as asked."
+    asked = {k: metatest[k] for k in METATEST if metatest.get(k)}
+    for k, n in asked.items():
+        least = 2 if k == "classes" else 1
+        if type(n) is not int or n < least: raise AimError(f"{k}={n!r} should be a whole number of at least {least}, or 0 for the budget's own.")
+    if 7 < asked.get("rates", 0) != 14: raise AimError(f"rates={asked['rates']} is not known; choose 1 to 7, or 14 for the release's list.")
+    return replace(budget if isinstance(budget, Budget) else named_budget(budget, "continual", dataset, steps), **asked)
+
 # %% ../nbs/16_train_continual.ipynb #4ec8d67c
 def sizes(net, aim_like=None) -> dict:
     "Parameters of the network, of its layer and of the whole tail; for the baseline also those of the tail it stands in for."
@@ -201,14 +218,15 @@ def run_continual(
     protocol=Protocol(norm=USUAL_NORM), # the switches
     M=64, K=10, l=2,
     steps=0, runs=0,      # 0: the budget's own
+    rates=0, rate_runs=0, # of the search at meta-test: rates tried, trajectories for each
+    classes=0,            # of the longest trajectory
     data_root="", device="cpu", fresh=None, callbacks=(), notebook="30_continual",
     **others,             # inner, random, n_classes, n_out, lr_in, lr_out of the trainee, where they are not the usual ones
 ) -> dict:
     "The record of one run: found if it was done before, else meta-trained, meta-tested and written."
     check_choice("method", method, CONTINUAL_METHODS)
-    b, bank = budget if isinstance(budget, Budget) else named_budget(budget, "continual", dataset, steps), open_bank(dataset, data_root)
-    if runs: b = replace(b, runs=runs)
-    protocol = relevant(method, protocol)
+    b = continual_budget(budget, dataset, steps, runs=runs, rates=rates, rate_runs=rate_runs, classes=classes)
+    bank, protocol = open_bank(dataset, data_root), relevant(method, protocol)
     identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **others)
     if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)): return found
     t = ContinualTrainee(bank, method, seed, b, protocol, M, K, l, device=pick_device(device), **others)
