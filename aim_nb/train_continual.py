@@ -15,7 +15,7 @@ from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import CONTINUAL_METHODS, AimError, Budget, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
 from .core import budget as named_budget
-from .evaluate_continual import RELEASE_BANNER, mechanism_use, metatest, validate_continual
+from .evaluate_continual import banners, mechanism_use, metatest, validate_continual
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .oml import N_OUT, OML, oml_loss, reset_rows
 from .paper import comparability
@@ -274,7 +274,7 @@ def describe_continual(
     lines = [f"{dataset}, budget {b.name}: {b.steps:,} meta-training steps (paper 20,000), {width}.",
              f"Meta-test: {b.runs} runs, {b.rates} rates x {b.rate_runs} trajectories to choose from, {'all classes' if not b.classes else f'at most {b.classes} classes'}; AIM: M={M}, K={K}, l={l}.",
              f"Switches not at their default: {', '.join(f'{k}={v}' for k, v in protocol.changed().items()) or 'none'}. {n_runs} runs to make or find; {word}."]
-    return "\n".join(lines + [RELEASE_BANNER]*(protocol.protocol == "release" and dataset == "omniglot"))
+    return "\n".join(lines + banners(protocol, dataset))
 
 # %% ../nbs/16_train_continual.ipynb #5d4b8584
 def _at_end(record): return np.mean(record["metrics"]["test"], 0)[-1]

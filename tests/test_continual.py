@@ -144,6 +144,12 @@ def test_rates_are_chosen_without_test_images(bank):
     spy = Spy(None, bank, NORM, Protocol(metatest_rate="release"))
     assert set(ec.choose_rates(spy, (3, 8), (1e-3, 1e-4), 2).values()) == {1e-4}      # the release looks at the test images
 
+@pytest.mark.parametrize("said, switch", [(1, dict(protocol="release")), (1, dict(metatest_rate="release")), (0, {})])
+def test_a_rate_chosen_on_test_images_is_said_aloud(bank, capsys, said, switch):
+    b = Budget("smoke", "continual", 0, 0, runs=1, rates=1, rate_runs=1, classes=4)
+    ec.metatest(OML((1, 28, 28), 20, width=4, generator=torch_rng(1)), bank, NORM, Protocol(**switch), b)
+    assert capsys.readouterr().out.count(ec.RATE_BANNER) == said
+
 @pytest.mark.parametrize("trajectories", ["prefix", "independent"])
 def test_metrics_of_a_meta_test(bank, trajectories, tmp_path):
     net = OML((1, 28, 28), 20, "aim", width=4, generator=torch_rng(1), **AIM_SIZE)
