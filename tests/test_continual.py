@@ -1,4 +1,5 @@
 "Continual learning as a whole: orders of the meta-gradient, lock step, deferred Adam, protocols, resumption, a baseline that learns."
+import os
 import numpy as np
 import pytest
 import torch
@@ -7,6 +8,8 @@ from torch import nn
 from aim_nb import evaluate_continual as ec
 from aim_nb.aim import AIM, LinearTwin
 from aim_nb.anml import ANML, anml_loss
+from aim_nb.bank_sources import find_source
+from aim_nb.banks import bank_dir, open_bank
 from aim_nb.core import CONTINUAL_METHODS, Budget, Protocol, torch_rng
 from aim_nb.oml import OML, Tail, oml_loss
 from aim_nb.tasks import draw_trajectory
@@ -132,6 +135,37 @@ def test_protocols_use_the_classes_and_images_they_say(bank):
     release = Blobs(); release.name = "omniglot"
     learn, ask = ec.metatest_rows(release, "release")
     assert all(np.array_equal(a, b) for a, b in zip(learn, ask)) and set(np.concatenate(learn)) <= seen["train"] | seen["val"]
+
+@pytest.fixture(scope="module")
+def omniglot():
+    if not os.environ.get("AIM_DATA"): pytest.skip("AIM_DATA is not set")
+    if not (bank_dir("omniglot")/"bank.json").exists() and not find_source("omniglot"): pytest.skip("omniglot is not below $AIM_DATA")
+    return open_bank("omniglot")
+
+def sets_of(bank, protocol, stream, n):
+    "Classes of a trajectory, images learnt from, images asked about, and how many of each a class has."
+    t = ec.MetaTest(None, bank, NORM, Protocol(protocol=protocol)).trajectory(stream, 0, n)
+    assert len(t.train) == len(t.test) == n
+    for learn, ask in zip(t.train, t.test): assert len({*bank.labels[learn], *bank.labels[ask]}) == 1, "a row is one class"
+    return set(bank.labels[t.train[:, 0]].tolist()), set(t.train.ravel().tolist()), set(t.test.ravel().tolist()), t.train.shape[1], t.test.shape[1]
+
+@pytest.mark.parametrize("stream, n", [("val", 63), ("test", 600)])
+def test_held_out_trajectories_on_real_omniglot(omniglot, stream, n):
+    "Other classes than meta-training's, other alphabets at the test; 15 images to learn from, 5 others to be asked about."
+    classes, learn, ask, many, few = sets_of(omniglot, "heldout", stream, n)
+    trained = set(omniglot.classes("train").tolist())
+    assert len(classes) == n and not classes & trained and classes <= set(omniglot.classes(stream).tolist())
+    assert (many, few) == (15, 5) and len(learn) == 15*n and len(ask) == 5*n and not learn & ask
+    from aim_nb.train_continual import ContinualTrainee
+    t = ContinualTrainee(omniglot, "oml", 0, Budget("smoke", "continual", 1, 0, width=4))
+    assert not (learn | ask) & {int(r) for c in t.rows for r in c}, "an image of meta-training"
+    if stream == "test": assert not {omniglot.alphabets[c] for c in classes} & {omniglot.alphabets[c] for c in trained}
+
+def test_release_trajectories_on_real_omniglot(omniglot):
+    "The release's overlap, as its banner says: background classes, 20 images learnt from and the same 20 asked about."
+    classes, learn, ask, many, few = sets_of(omniglot, "release", "test", 600)
+    assert classes <= set(range(650)) <= set(omniglot.classes("train").tolist())
+    assert (many, few) == (20, 20) and learn == ask and len(learn) == 20*600
 
 def test_rates_are_chosen_without_test_images(bank):
     calls = []
