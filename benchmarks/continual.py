@@ -1,6 +1,8 @@
 """Continual learning: outer steps, the inner loop alone, meta-test under Adam."""
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 
@@ -83,10 +85,10 @@ def conv_share(rln, x, plan):
 def outer_steps(plan):
     "Outer steps at the release's switches and at the project's defaults."
     few = dict(plan, seconds=0., repeats=min(3, plan["repeats"]))
-    for method, data in (("oml", "omniglot"),) if plan["tiny"] else (("oml", "omniglot"), ("oml", "cifar"), ("anml", "omniglot")):
+    for method, data in (("oml", "omniglot"),) if plan["tiny"] else product(("oml", "anml"), SIZE):
         for release in (True, False):
             fast, x, T, ours, ref = outer_pair(method, data, "raw" if release else "sigmoid", release, plan["tiny"])
-            key = dict(release=RELEASE_OUTER[method, data], bar=BAR_OUTER[method, data]) if release else {}
+            key = dict(release=RELEASE_OUTER.get((method, data)), bar=BAR_OUTER.get((method, data))) if release else {}
             row = compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=2 if release else 1, **key)
             if method == "oml": row |= conv_share(fast.rln, x, plan)
             yield row
