@@ -86,7 +86,7 @@ def alternate(ours, reference, plan) -> tuple:
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
-def compare(name, ours, reference, plan, macs=0, bytes=0, release=None, bar=None, tries=3, per=1, **more) -> dict:
+def compare(name, ours, reference, plan, macs=0, bytes=0, release=None, tries=3, per=1, **more) -> dict:
     "One row: both timed in turn between two looks at the machine, again (at most `tries` times) if it was not steady. A call of `ours` does the work of `per` calls of the reference."
     for _ in range(1 if plan["tiny"] else tries):
         before = matmul_rate(256 if plan["tiny"] else 1024)
@@ -94,10 +94,10 @@ def compare(name, ours, reference, plan, macs=0, bytes=0, release=None, bar=None
         after = matmul_rate(256 if plan["tiny"] else 1024)
         steady = abs(after / before - 1) <= .1
         if steady: break
-    return ratio_row(name, [t / per for t in a], b, (before + after) / 2, steady, macs, bytes, release, bar, **more)
+    return ratio_row(name, [t / per for t in a], b, (before + after) / 2, steady, macs, bytes, release, **more)
 
 
-def ratio_row(name, a, b, rate, steady, macs=0, bytes=0, release=None, bar=None, **more) -> dict:
+def ratio_row(name, a, b, rate, steady, macs=0, bytes=0, release=None, **more) -> dict:
     "What is stored of a comparison; `release` is the release's own time in seconds on a machine of 166 GFLOP/s."
     ours, ref = median(a), median(b)
     row = dict(case=name, ours_ms=spread([1e3 * t for t in a]), reference_ms=spread([1e3 * t for t in b]), ratio=dict(spread([y / x for x, y in zip(a, b)]), median=ref / ours),
@@ -105,16 +105,15 @@ def ratio_row(name, a, b, rate, steady, macs=0, bytes=0, release=None, bar=None,
     if macs: row |= dict(macs=macs, of_matmul=2 * macs / ours / rate / 1e9)
     if bytes: row |= dict(bytes=bytes, of_bandwidth=bytes / ours / GBS[0] / 1e9)
     if release: row |= dict(release_ms=1e3 * release, reference_of_release=ref * rate / RELEASE_GFLOPS / release)
-    if bar: row["bar"] = bar
     return row
 
 
 GBS = [1.]      # the machine's bandwidth, set once a run
 
 
-def value_row(name, value, unit, bar=None, at_most=False, **more) -> dict:
+def value_row(name, value, unit, **more) -> dict:
     "A case that is not a comparison: a number with a unit."
-    return dict(case=name, value=value, unit=unit, **({} if bar is None else dict(bar=bar, at_most=at_most)), **more)
+    return dict(case=name, value=value, unit=unit, **more)
 
 
 def own_process(module, *args, threads=0) -> dict:

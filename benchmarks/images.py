@@ -64,7 +64,7 @@ def imports(plan):
     "What the package adds to `import torch`, and the imports of the few-shot notebook."
     n = 1 if plan["tiny"] else 7
     torch_alone, aim = start_up("import torch", n), start_up("import torch; t = now(); import aim_nb.aim", n)
-    rows = [value_row("import aim_nb.aim after torch", aim, "s", bar=.3, at_most=True, torch_s=torch_alone)]
+    rows = [value_row("import aim_nb.aim after torch", aim, "s", torch_s=torch_alone)]
     path = Path(__file__).parent.parent / "nbs/20_fewshot.ipynb"
     cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     own = next(c for c in cells if "import" in c and "aim_nb" in c)

@@ -47,10 +47,9 @@ def aim_alone(plan):
                 else: yield value_row(name, alone(ours, plan), "ms", macs=macs, **where)
 
 
-def flat(name, Ms, times, bar=None):
+def flat(name, Ms, times):
     "A scaling row: times against a size, and the fitted exponent."
-    row = dict(case=name, at=list(Ms), ms=times, exponent=exponent(Ms, times), growth=times[-1] / times[0])
-    return row if bar is None else row | dict(bar=bar)
+    return dict(case=name, at=list(Ms), ms=times, exponent=exponent(Ms, times), growth=times[-1] / times[0])
 
 
 def batch_one(M, d, v):
@@ -74,8 +73,8 @@ def against_M(plan):
     step = [Stepper(*m, items) for m in layers]
     one = [batch_one(M, d, v) for M in Ms]
     times = [t / len(items) for t in together(step, dict(plan, seconds=0.))]
-    return [flat("training step 256->400 against M", Ms, times, bar=1.5), floor_growth([m for m, _ in layers], items, times[0], plan),
-            flat("one image 256->400 against M", Ms, together(one, plan), bar=1.5)]
+    return [flat("training step 256->400 against M", Ms, times), floor_growth([m for m, _ in layers], items, times[0], plan),
+            flat("one image 256->400 against M", Ms, together(one, plan))]
 
 
 def floor_growth(layers, items, step_ms, plan):

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import continual, few_shot, harness, images, layer   # noqa: E402, F401
-from benchmarks.check import misses                                   # noqa: E402
+from benchmarks.check import BARS, misses                             # noqa: E402
 from benchmarks.table import line                                     # noqa: E402
 
 KINDS = ({"ours_ms", "reference_ms", "ratio", "gflops", "steady"}, {"value", "unit"}, {"at", "ms", "exponent", "growth"}, {"ops", "calls"})
@@ -31,10 +31,25 @@ def test_case_runs(name):
     for row in harness.CASES[name][1](harness.PLANS["tiny"]): assert whole(row)
 
 
-def test_misses_are_named():
-    row = dict(case="x", ours_ms=dict(median=1.), reference_ms=dict(median=4.), ratio=dict(median=4., low=3., high=5.), steady=True, bar=6, reference_of_release=1.)
-    assert misses([row]) == ["MISS x: 4.0x, bar 6x"]
-    assert misses([dict(row, bar=4)]) == []
-    assert "does not count" in misses([dict(row, bar=4, reference_of_release=1.31)])[0]
-    assert misses([dict(case="y", value=.4, unit="s", bar=.3, at_most=True)]) and not misses([dict(case="y", value=.4, unit="s", bar=.3, at_most=False)])
-    assert misses([dict(case="z", at=[1, 2], ms=[1, 2], exponent=1., growth=2., bar=1.5)])
+def just_met():
+    "Rows that stand at every bar."
+    rows = {}
+    for (case, what), (_, bar) in BARS.items(): rows.setdefault(case, dict(case=case, steady=True))[what] = dict(median=bar) if what == "ratio" else bar
+    return list(rows.values())
+
+
+def test_a_row_that_was_never_stored_is_a_miss():
+    rows = just_met()
+    assert misses(rows) == []
+    for r in rows: assert misses([x for x in rows if x is not r]) == [f"MISS {r['case']}: never measured"]
+
+
+@pytest.mark.parametrize("case, what", BARS)
+def test_misses_are_named(case, what):
+    rows, (way, bar) = just_met(), BARS[case, what]
+    row, worse = next(r for r in rows if r["case"] == case), bar * (.9 if way == ">=" else 1.1)
+    row[what] = dict(median=worse) if what == "ratio" else worse
+    (found,) = misses(rows)
+    assert found.startswith(f"MISS {case}: ") and found.endswith(f", bar {way} {bar}")
+    row["steady"] = False
+    assert misses(rows) == [f"MISS {case}: the machine was not steady: run it again"]
