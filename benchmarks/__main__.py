@@ -45,7 +45,6 @@ def main():
     harness.CLOCK[0] = a.clock
     if not a.check:
         here = harness.machine()
-        harness.GBS[0] = here["gbs"]
         print(f"{here['cpu']}, {here['threads']} threads: {here['gflops']:.0f} GFLOP/s, {here['gbs']:.0f} GB/s, torch {here['torch']}")
         old, start = json.loads(a.out.read_text())["rows"] if a.out.exists() and a.names else [], time.time()
         run(a.names, a.plan, lambda rows: harness.write(merge(old, rows), a.out, machine=here, plan=a.plan, seconds=round(time.time() - start)), here["cpu"])

@@ -16,6 +16,8 @@ from aim_nb.reference import PlainAIM, PlainANML, PlainOML, PlainTail, copy_weig
 
 from .harness import CLOCK, case, compare, median, own_process, seconds, value_row
 from .layer import flat, together
+from .work import adam_step, outer_step
+from .work import inner_loop as inner_work
 
 SIZE = {"omniglot": dict(side=28, n_out=1000, release_channels=3, channels=1), "cifar": dict(side=32, n_out=100, release_channels=3, channels=3)}
 RELEASE_OUTER = {("oml", "omniglot"): 2.85, ("oml", "cifar"): 10.7, ("anml", "omniglot"): 16.6}
@@ -87,7 +89,8 @@ def outer_steps(plan):
     for method, data in product(("oml", "anml"), SIZE):
         for release in (True, False):
             fast, x, T, ours, ref = outer_pair(method, data, "raw" if release else "sigmoid", release, plan["tiny"])
-            row = compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=2 if release else 1, release=RELEASE_OUTER.get((method, data)) if release else None)
+            row = compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=2 if release else 1,
+                          work=outer_step(fast, x.shape[1:], len(x), T, fast_p=not release), items=("images", len(x)), release=RELEASE_OUTER.get((method, data)) if release else None)
             if method == "oml": row |= conv_share(fast.rln, x, plan)
             yield row
             del fast, x, ours, ref      # the networks of the next size need the memory
@@ -110,7 +113,8 @@ def inner_loop(plan):
     @torch.no_grad()
     def ours(): inner_steps(FastTail(fast.tail), f, y[-T:], ranks)
     few = dict(plan, repeats=min(5, plan["repeats"]))
-    row = compare("inner loop oml+aim omniglot, features given", ours, lambda: plain_inner(plain.tail, f, y[-T:], ("",), ranks=ranks), few, tries=2, release=2.17)
+    row = compare("inner loop oml+aim omniglot, features given", ours, lambda: plain_inner(plain.tail, f, y[-T:], ("",), ranks=ranks), few, tries=2,
+                  work=inner_work(fast.tail, T), items=("images", T), release=2.17)
     return [row]
 
 
@@ -153,7 +157,8 @@ def meta_test(plan):
     def plain_step():
         t = ref["t"] = (ref["t"] + 1) % len(x)
         ref["opt"] = plain_metatest(plain, x[t:t + 1], torch.tensor(y[t:t + 1]), optimiser=ref["opt"])
-    rows = [compare("meta-test step oml+aim omniglot, exact Adam", step, plain_step, dict(plan, seconds=4 * plan["seconds"]), release=.176)]
+    rows = [compare("meta-test step oml+aim omniglot, exact Adam", step, plain_step, dict(plan, seconds=4 * plan["seconds"]),
+                    work=adam_step(fast.tail), items=("images", 1), release=.176)]
     return rows + [against_classes(fast, f, y, T, plan)]
 
 

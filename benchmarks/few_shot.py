@@ -17,7 +17,8 @@ from aim_nb.sib import SIBHead, SIBParams
 from aim_nb.tasks import draw_episodes
 from aim_nb.train_fewshot import Episodic, FlatSGD, double_step, paper_rates
 
-from .harness import CLOCK, GBS, case, compare, median, own_process, seconds, value_row
+from .harness import CLOCK, case, compare, floors, median, own_process, seconds, value_row
+from .work import aim_episode, fewshot_step
 
 SIZES = {"256->400": (256, 400), "640->800": (640, 800), "1600->800": (1600, 800)}
 TINY = {"256->400": (16, 20)}
@@ -90,8 +91,8 @@ def in_turn(fn, items):
 
 
 @torch.no_grad()
-def aim_floor(layer, items, n_shot, rate):
-    "Multiply-adds and bytes that AIM's share of a training step cannot do without, and the time they take at this machine's rates."
+def aim_work(layer, items, n_shot) -> tuple:
+    "Multiply-adds and bytes that AIM's share of a training step cannot do without, and the distinct mechanisms of a block."
     D, V, rows, T = layer.d_in, layer.d_out, 5 * n_shot + 75, block_length(layer)
     distinct, run = 0, episodes(layer, 5 * n_shot)
     for Z, *ranks in blocks(layer, items):
@@ -99,7 +100,7 @@ def aim_floor(layer, items, n_shot, rate):
         distinct += int(run.known.flatten(0, 1).any(0).sum()) / len(items)                              # a block's mechanisms, shared among its steps
     macs = 2 * rows * D * (layer.K * V + layer.d_k) + 3 * layer.M * layer.d_h * layer.d_k / T           # every row's output once, every update once: the inner step shares both
     moved = 4 * 3 * (distinct * (D * V + layer.d_h * layer.d_k) + D * layer.d_k)                        # read for the output; read and written by the update
-    return dict(macs=int(macs), bytes=int(moved), distinct=distinct * T, floor_ms=1e3 * max(2 * macs / rate / 1e9, moved / GBS[0] / 1e9))
+    return dict(macs=int(macs), bytes=int(moved)), distinct * T
 
 
 def aim_share(layer, items, n):
@@ -122,13 +123,17 @@ def step_row(name, method, size, d, v, n_shot, plan, M=32):
     items, ref = draws(d, n_shot), PlainFewshot(plain, plain_head, paper_rates(), n_shot)
     ours, per = Stepper(layer, head, items, n_shot), len(items)
     release = RELEASE_STEP[size] if method == "sib+aim" and n_shot == 1 else None
-    row = compare(name, ours, in_turn(ref.step, items), plan, release=release, per=per, size=size, shots=n_shot, method=method)
-    if method == "sib+aim":
-        floor, share = aim_floor(layer, items, n_shot, row["gflops"]), aim_share(layer, items, 5 * n_shot)
-        share()
-        share = median([seconds(share) / per for _ in range(plan["repeats"])])
-        row |= floor | dict(share_ms=1e3 * share, share_of_floor=1e3 * share / floor["floor_ms"], of_matmul=2 * floor["macs"] / share / row["gflops"] / 1e9, of_bandwidth=floor["bytes"] / share / GBS[0] / 1e9)
-    return row
+    own, distinct = aim_work(layer, items, n_shot) if method == "sib+aim" else (None, 0)
+    row = compare(name, ours, in_turn(ref.step, items), plan, work=fewshot_step(layer, 5 * n_shot, 75, own), items=("episodes", 1), release=release, per=per, size=size, shots=n_shot, method=method)
+    return row | share_row(layer, items, n_shot, own, distinct, row["gflops"], plan) if own else row
+
+
+def share_row(layer, items, n_shot, own, distinct, rate, plan):
+    "AIM's share of a step beside its floor: the larger of its multiply-adds and its bytes at the machine's own rates."
+    share, limits = aim_share(layer, items, 5 * n_shot), floors(own, rate)
+    share()
+    share = median([seconds(share) / len(items) for _ in range(plan["repeats"])])
+    return dict(share_ms=1e3 * share, floor_ms=1e3 * max(limits), share_of_floor=share / max(limits), distinct=distinct)
 
 
 @case("few-shot")
@@ -150,26 +155,22 @@ def on_all_cores(plan):
             def call():
                 with threads(1): f()
             return call
-        with threads(cores): yield compare(f"training step sib+aim {s} 1-shot, {cores} threads", one(ours), in_turn(ref.step, items), plan, per=len(items), size=s, shots=1, method="sib+aim", threads=cores)
+        work = fewshot_step(layer, 5, 75, aim_work(layer, items, 1)[0])
+        with threads(cores): row = compare(f"training step sib+aim {s} 1-shot, {cores} threads", one(ours), in_turn(ref.step, items), plan, work=work, items=("episodes", 1), per=len(items), size=s, shots=1, method="sib+aim", threads=cores)
+        yield row
 
 
 @case("few-shot")
 def evaluation(plan):
-    "Test episodes: adapt to the support set, answer the queries."
+    "Test episodes: adapt to the support set, answer the queries. Time per episode: ours over all of them at once, the reference one at a time."
     for size, (d, v) in sizes(plan).items():
         layer, head, plain, plain_head = model("sib+aim", d, v)
         n, (x, classes) = (4, make_features(d, 8, 30)) if plan["tiny"] else (2000, make_features(d, 20, 600))
         e = draw_episodes(classes, 0, range(n), stream="test")
         every = [torch.cat([torch.as_tensor(t[i]).flatten() for t in (e.support, e.query)]) for i in range(n)]
         one = in_turn(lambda z: plain_episode(plain, plain_head, z), [(x[r],) for r in every[:16]])
-        yield episode_row(size, n, lambda: evaluate(layer.eval(), head, x, e), one, plan)
-
-
-def episode_row(size, n, ours, one, plan):
-    "Time per episode: ours over all of them at once, the reference one at a time."
-    few = dict(plan, seconds=0., repeats=min(plan["repeats"], 3))
-    row = compare(f"test episode {size}", ours, one, few, release=RELEASE_EPISODE[size], per=n, size=size, episodes=n)
-    return row | dict(episodes_per_second=1e3 / row["ours_ms"]["median"])
+        few = dict(plan, seconds=0., repeats=min(plan["repeats"], 3))
+        yield compare(f"test episode {size}", lambda: evaluate(layer.eval(), head, x, e), one, few, work=aim_episode(layer, len(x), n, 5, 75), items=("episodes", 1), release=RELEASE_EPISODE[size], per=n, size=size, episodes=n)
 
 
 @case("few-shot")
@@ -181,9 +182,8 @@ def sampling(plan):
         for i in range(n):
             rng = np.random.default_rng([0, i])
             for c in rng.choice(64, 5, replace=False): rng.choice(classes[c], 16, replace=False)
-    row = compare("sampling 5-way 1-shot", lambda: draw_episodes(classes, 0, range(n)), naive, dict(plan, seconds=0.), episodes=n)
-    rate = n / row["ours_ms"]["median"] * 1e3
-    return [row | dict(episodes_per_second=rate), value_row("episodes drawn a second", rate, "episodes/s")]
+    row = compare("sampling 5-way 1-shot", lambda: draw_episodes(classes, 0, range(n)), naive, dict(plan, seconds=0.), items=("episodes", n))
+    return [row, value_row("episodes drawn a second", row["per_second"], "episodes/s")]
 
 
 @case("few-shot")

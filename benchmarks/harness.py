@@ -1,6 +1,7 @@
 """The stopwatch: machine rates, alternating repeats, ratios with their spread."""
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -57,8 +58,9 @@ def matmul_rate(n=1024, repeats=7) -> float:
     return 2 * n ** 3 / 1e9 / median([seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats)])
 
 
-def bandwidth(mb=256, repeats=5) -> float:
-    "GB/s, read and written, of an in-place pass over an array that no cache holds."
+@functools.cache
+def bandwidth(threads, mb=256, repeats=5) -> float:
+    "GB/s, read and written, of an in-place pass over an array that no cache holds, with the threads that torch has at the moment."
     x = torch.zeros(mb * 2 ** 18)
     x.add_(1.)
     return 2 * x.numel() * 4 / 1e9 / median([seconds(lambda: x.add_(1.)) for _ in range(repeats)])
@@ -69,7 +71,7 @@ def machine() -> dict:
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), cpu)
-    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, gflops=matmul_rate(), gbs=bandwidth(),
+    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, gflops=matmul_rate(), gbs=bandwidth(torch.get_num_threads()),
                 clock=CLOCK[0], wait_policy=os.environ.get("OMP_WAIT_POLICY", ""), device="cpu (a GPU would run the same code; none was here to be measured)")
 
 
@@ -86,7 +88,7 @@ def alternate(ours, reference, plan) -> tuple:
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
-def compare(name, ours, reference, plan, macs=0, bytes=0, release=None, tries=3, per=1, **more) -> dict:
+def compare(name, ours, reference, plan, tries=3, per=1, **more) -> dict:
     "One row: both timed in turn between two looks at the machine, again (at most `tries` times) if it was not steady. A call of `ours` does the work of `per` calls of the reference."
     for _ in range(1 if plan["tiny"] else tries):
         before = matmul_rate(256 if plan["tiny"] else 1024)
@@ -94,21 +96,23 @@ def compare(name, ours, reference, plan, macs=0, bytes=0, release=None, tries=3,
         after = matmul_rate(256 if plan["tiny"] else 1024)
         steady = abs(after / before - 1) <= .1
         if steady: break
-    return ratio_row(name, [t / per for t in a], b, (before + after) / 2, steady, macs, bytes, release, **more)
+    return ratio_row(name, [t / per for t in a], b, (before + after) / 2, steady, **more)
 
 
-def ratio_row(name, a, b, rate, steady, macs=0, bytes=0, release=None, **more) -> dict:
-    "What is stored of a comparison; `release` is the release's own time in seconds on a machine of 166 GFLOP/s."
+def ratio_row(name, a, b, rate, steady, work={}, items=(), release=None, **more) -> dict:
+    "What is stored of a comparison; `work`: its `macs` and `bytes`; `items`: what is done, and how many of them; `release`: its own time in seconds on a machine of 166 GFLOP/s."
     ours, ref = median(a), median(b)
     row = dict(case=name, ours_ms=spread([1e3 * t for t in a]), reference_ms=spread([1e3 * t for t in b]), ratio=dict(spread([y / x for x, y in zip(a, b)]), median=ref / ours),
                gflops=rate, steady=steady, **more)
-    if macs: row |= dict(macs=macs, of_matmul=2 * macs / ours / rate / 1e9)
-    if bytes: row |= dict(bytes=bytes, of_bandwidth=bytes / ours / GBS[0] / 1e9)
+    if work: row |= work | dict(zip(("of_matmul", "of_bandwidth"), (t / ours for t in floors(work, rate))))
+    if items: row |= dict(items=items[0], per_second=items[1] / ours)
     if release: row |= dict(release_ms=1e3 * release, reference_of_release=ref * rate / RELEASE_GFLOPS / release)
     return row
 
 
-GBS = [1.]      # the machine's bandwidth, set once a run
+def floors(work, rate) -> tuple:
+    "Seconds that multiply-adds and bytes take at the machine's own rates."
+    return 2 * work["macs"] / rate / 1e9, work["bytes"] / bandwidth(torch.get_num_threads()) / 1e9
 
 
 def value_row(name, value, unit, **more) -> dict:

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from aim_nb.backbones import count_macs, make_backbone
+from aim_nb.backbones import count_parameters, make_backbone
 from aim_nb.core import torch_rng
 from aim_nb.pretrain import CosineClassifier, forward, frozen
 from aim_nb.reference import copy_weights
 
 from .harness import CLOCK, CLOCKS, case, compare, median, value_row
+from .work import MOMENTUM, convolutions, total
 
 
 def plain_conv4(width=64):
@@ -41,16 +42,15 @@ def pretraining(plan):
     B = 4 if plan["tiny"] else 64
     x, y = torch.randn(B, 3, 32, 32, generator=torch_rng(0, "x")), torch.randint(64, (B,), generator=torch_rng(0, "y"))
     net = make_backbone("conv4", (3, 32, 32), generator=torch_rng(0, "backbone"))
-    plain, macs = copy_weights(net, plain_conv4()), count_macs(net, (3, 32, 32))[""]
+    plain, n_weights, linear = copy_weights(net, plain_conv4()), count_parameters(net), 256 * 64
     step, ref = learner(net.to(memory_format=torch.channels_last).train()), learner(plain.train())
     last = x.to(memory_format=torch.channels_last)
-    rows = [compare("pretraining step conv4 32 px", lambda: step(last, y), lambda: ref(x, y), plan, macs=3 * macs * B)]
+    rows = [compare("pretraining step conv4 32 px", lambda: step(last, y), lambda: ref(x, y), plan, items=("images", B),
+                    work=total(convolutions(net, (3, 32, 32), B), dict(macs=3 * B * linear, bytes=MOMENTUM * (n_weights + linear))))]
     net, plain = frozen(net), plain.eval()
     many = x.repeat(4, 1, 1, 1)
-    with torch.no_grad():
-        rows.append(compare("features conv4 32 px", lambda: forward(net, many.to(memory_format=torch.channels_last)), lambda: plain(many), plan, macs=macs * len(many)))
-    for r, n in zip(rows, (B, len(many))): r["images_per_second"] = n / r["ours_ms"]["median"] * 1e3
-    return rows
+    work = total(convolutions(net, (3, 32, 32), len(many), back=False), dict(macs=0, bytes=4 * (n_weights + 256 * len(many))))
+    with torch.no_grad(): return rows + [compare("features conv4 32 px", lambda: forward(net, many.to(memory_format=torch.channels_last)), lambda: plain(many), plan, work=work, items=("images", len(many)))]
 
 
 def start_up(code, times):

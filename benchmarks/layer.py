@@ -10,8 +10,9 @@ from aim_nb.fused import episodes
 from aim_nb.reference import PlainAIM, copy_weights
 from aim_nb.tasks import draw_episodes
 
-from .few_shot import Stepper, aim_floor, aim_share, draws, in_turn, make_features, model
-from .harness import calls_for, case, compare, exponent, matmul_rate, median, seconds, value_row
+from .few_shot import Stepper, aim_share, aim_work, draws, in_turn, make_features, model
+from .harness import calls_for, case, compare, exponent, floors, matmul_rate, median, seconds, value_row
+from .work import aim_pass
 
 EPISODES = 16     # that `draws` gives
 LIMIT = 2 ** 26      # numbers that the reference may hold of its values (M, 2B, V); beyond it only our own side is timed
@@ -42,9 +43,8 @@ def aim_alone(plan):
             z = x[torch.randperm(len(x), generator=torch_rng(1, B))[:B]]
             for back in (False, True):
                 name, where, ours = f"AIM {'forward+backward' if back else 'forward'} B={B} M={M}", dict(B=B, M=M, backward=back), passes(aim, z, back)
-                macs = B * d * (aim.K * v + aim.d_k) * (2 if back else 1)
-                if M * 2 * B * v <= LIMIT: yield compare(name, ours, passes(plain, z, back), plan, macs=macs, tries=1, **where)
-                else: yield value_row(name, alone(ours, plan), "ms", macs=macs, **where)
+                if M * 2 * B * v <= LIMIT: yield compare(name, ours, passes(plain, z, back), plan, tries=1, work=aim_pass(aim, z, back), items=("rows", B), **where)
+                else: yield value_row(name, alone(ours, plan), "ms", **where)
 
 
 def flat(name, Ms, times):
@@ -80,11 +80,10 @@ def against_M(plan):
 def floor_growth(layers, items, step_ms, plan):
     "How much the step must grow: more distinct mechanisms are more bytes. AIM at its floor, the rest of the step (the head) as it is with the fewest mechanisms."
     rate = matmul_rate(256 if plan["tiny"] else 1024)
-    floors = [aim_floor(layer, items, 1, rate) for layer in layers]
-    head = max(0., step_ms - alone(aim_share(layers[0], items, 5), plan) / len(items))
-    ms = [f["floor_ms"] for f in floors]
+    works, distinct = zip(*(aim_work(layer, items, 1) for layer in layers))
+    head, ms = max(0., step_ms - alone(aim_share(layers[0], items, 5), plan) / len(items)), [1e3 * max(floors(w, rate)) for w in works]
     return value_row("training step 256->400 against M, floor of growth", (ms[-1] + head) / (ms[0] + head), "x", floor_ms=ms, head_ms=head,
-                     distinct=[f["distinct"] for f in floors], moved_mb=[f["bytes"] / 1e6 for f in floors], mmacs=[f["macs"] / 1e6 for f in floors])
+                     distinct=distinct, moved_mb=[w["bytes"] / 1e6 for w in works], mmacs=[w["macs"] / 1e6 for w in works])
 
 
 def together(fns, plan):

@@ -10,10 +10,10 @@ def number(x): return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{
 def comparison(r):
     a, b, ratio = r["ours_ms"]["median"], r["reference_ms"]["median"], r["ratio"]
     text = f"{number(a):>7} ms  reference {number(b):>7} ms  {ratio['median']:6.1f}x ({ratio['low']:.1f} to {ratio['high']:.1f})"
+    if "per_second" in r: text += f"  {number(r['per_second'])} {r['items']}/s"
     if "reference_of_release" in r: text += f"  reference at {r['reference_of_release']:.2f} of the release's time"
     if "share_of_floor" in r: text += f"  AIM's share {number(r['share_ms'])} ms, {r['share_of_floor']:.1f}x its floor"
-    if "of_matmul" in r: text += f"  {r['macs'] / 1e6:.0f} MMAC at {100 * r['of_matmul']:.0f} % of matmul"
-    if "of_bandwidth" in r: text += f", {r['bytes'] / 1e6:.0f} MB at {100 * r['of_bandwidth']:.0f} % of bandwidth"
+    if "bytes" in r: text += f"  {number(r['macs'] / 1e6)} MMAC at {100 * r['of_matmul']:.0f} % of matmul, {number(r['bytes'] / 1e6)} MB at {100 * r['of_bandwidth']:.0f} % of bandwidth"
     if "conv_of_large_batch" in r: text += f"  convolutions at {100 * r['conv_of_large_batch']:.0f} % of a large batch's rate"
     return text + ("" if r["steady"] else "  UNSTEADY machine")
 

@@ -4,11 +4,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import continual, few_shot, harness, images, layer   # noqa: E402, F401
+from aim_nb.oml import Tail, make_layer                               # noqa: E402
+from aim_nb.reference import PlainAIM, PlainSIB, PlainTail            # noqa: E402
+from benchmarks import continual, few_shot, harness, images, layer, work   # noqa: E402, F401
 from benchmarks.check import BARS, misses                             # noqa: E402
 from benchmarks.table import line                                     # noqa: E402
 
@@ -53,3 +57,15 @@ def test_misses_are_named(case, what):
     assert found.startswith(f"MISS {case}: ") and found.endswith(f", bar {way} {bar}")
     row["steady"] = False
     assert misses(rows) == [f"MISS {case}: the machine was not steady: run it again"]
+
+
+def multiplied(fn, *args):
+    with FlopCounterMode(display=False) as counter: fn(*args)
+    return counter.get_total_flops() // 2
+
+
+def test_work_is_what_the_plain_equations_multiply():
+    assert 3 * multiplied(PlainSIB(6), torch.randn(5, 6), torch.randn(15, 6)) == work.sib(5, 15, 6)["macs"]
+    M, d_h, d_k, tail = 4, 3, 2, Tail(6, 5, make_layer("aim", 5, M=4, K=4, l=0, d_h=3, d_k=2, gate="raw"), d_reduce=8)      # all mechanisms in use
+    plain, biases = PlainTail(6, 8, PlainAIM(8, 8, M, M, 0, d_h, d_k, "raw"), 8, 5), 8 + 5
+    assert multiplied(plain, torch.ones(1, 6)) == work.tail_weights(tail) - biases + M * d_k
