@@ -73,15 +73,6 @@ def outer_pair(method, data, gate, release, tiny=False):
     return fast, x, T, own_step(method, fast, x, y, T, **own), lambda: plain_outer(plain, ref, x, y, x[-T:], y[-T:], names, ranks=ranks, last=last)
 
 
-def conv_share(rln, x, plan):
-    "Images a second through forward and backward of the convolutions in the meta-batch, over those in a batch six times as large."
-    def run(images):
-        rln.zero_grad(); rln(images).sum().backward()
-    big = x.repeat(6, 1, 1, 1)
-    small, large = together([lambda: run(x), lambda: run(big)], dict(plan, seconds=0., repeats=min(3, plan["repeats"])))
-    return dict(conv_ms=small, conv_of_large_batch=large / 6 / small)
-
-
 @case("continual")
 def outer_steps(plan):
     "Outer steps at the release's switches and at the project's defaults."
@@ -89,17 +80,24 @@ def outer_steps(plan):
     for method, data in product(("oml", "anml"), SIZE):
         for release in (True, False):
             fast, x, T, ours, ref = outer_pair(method, data, "raw" if release else "sigmoid", release, plan["tiny"])
-            row = compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=2 if release else 1,
+            yield compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=2 if release else 1,
                           work=outer_step(fast, x.shape[1:], len(x), T, fast_p=not release), items=("images", len(x)), release=RELEASE_OUTER.get((method, data)) if release else None)
-            if method == "oml": row |= conv_share(fast.rln, x, plan)
-            yield row
             del fast, x, ours, ref      # the networks of the next size need the memory
+
+
+def kept(what, plan, *data): return own_process("benchmarks.kept", what, "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0], *data)
+
+
+@case("continual")
+def convolutions(plan):
+    "The convolutions within an outer step of OML+AIM against the best that they reach alone, memory kept as in training."
+    for data in SIZE: yield value_row(f"convolutions of the outer step oml+aim {data}", unit="of their best rate alone", **kept("convolutions", plan, data))
 
 
 @case("continual")
 def per_image_norm(plan):
-    "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map (folded into the convolutions), memory kept as in training, which needs a process of its own."
-    found = own_process("benchmarks.norms", "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0])
+    "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map (folded into the convolutions), memory kept as in training."
+    found = kept("norms", plan)
     return [value_row("outer step oml+aim omniglot, per-image norm over affine", found["instance_ms"] / found["affine_ms"], "x", **found)]
 
 

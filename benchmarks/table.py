@@ -14,7 +14,6 @@ def comparison(r):
     if "reference_of_release" in r: text += f"  reference at {r['reference_of_release']:.2f} of the release's time"
     if "share_of_floor" in r: text += f"  AIM's share {number(r['share_ms'])} ms, {r['share_of_floor']:.1f}x its floor"
     if "bytes" in r: text += f"  {number(r['macs'] / 1e6)} MMAC at {100 * r['of_matmul']:.0f} % of matmul, {number(r['bytes'] / 1e6)} MB at {100 * r['of_bandwidth']:.0f} % of bandwidth"
-    if "conv_of_large_batch" in r: text += f"  convolutions at {100 * r['conv_of_large_batch']:.0f} % of a large batch's rate"
     return text + ("" if r["steady"] else "  UNSTEADY machine")
 
 
