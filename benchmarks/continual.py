@@ -14,7 +14,7 @@ from aim_nb.fastweights import FastAIM
 from aim_nb.oml import OML, FastTail, inner_steps, oml_loss
 from aim_nb.reference import PlainAIM, PlainANML, PlainOML, PlainTail, copy_weights, plain_convs, plain_inner, plain_metatest, plain_outer
 
-from .harness import CLOCK, case, compare, median, own_process, seconds, value_row
+from .harness import CLOCK, case, compare, median, own_process, seconds, steadily, value_row
 from .layer import flat, together
 from .work import adam_step, outer_step
 from .work import inner_loop as inner_work
@@ -85,20 +85,24 @@ def outer_steps(plan):
             del fast, x, ours, ref      # the networks of the next size need the memory
 
 
-def kept(what, plan, *data): return own_process("benchmarks.kept", what, "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0], *data)
+def kept(what, plan, *data):
+    def run(): return own_process("benchmarks.kept", what, "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0], *data)
+    return steadily(run, plan, tries=2)
 
 
 @case("continual")
 def convolutions(plan):
     "The convolutions within an outer step of OML+AIM against the best that they reach alone, memory kept as in training."
-    for data in SIZE: yield value_row(f"convolutions of the outer step oml+aim {data}", unit="of their best rate alone", **kept("convolutions", plan, data))
+    for data in SIZE:
+        found, seen = kept("convolutions", plan, data)
+        yield value_row(f"convolutions of the outer step oml+aim {data}", found.pop("share"), "of their best rate alone", seen, **found)
 
 
 @case("continual")
 def per_image_norm(plan):
     "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map (folded into the convolutions), memory kept as in training."
-    found = kept("norms", plan)
-    return [value_row("outer step oml+aim omniglot, per-image norm over affine", found["instance_ms"] / found["affine_ms"], "x", **found)]
+    found, seen = kept("norms", plan)
+    return [value_row("outer step oml+aim omniglot, per-image norm over affine", found["instance_ms"] / found["affine_ms"], "x", seen, **found)]
 
 
 @case("continual")
@@ -128,7 +132,8 @@ def inner_against_M(plan):
             fast = FastAIM(aim, 1e-2)
             for z in x: fast(z[None]); fast.step(g)
         return run
-    return [flat(f"inner loop of 20 steps, D={D}, against M", Ms, together([loop(M) for M in Ms], plan))]
+    loops = [loop(M) for M in Ms]
+    return [flat(f"inner loop of 20 steps, D={D}, against M", Ms, *steadily(lambda: together(loops, plan), plan))]
 
 
 def adam_trajectory(fast, f, y):
@@ -166,5 +171,5 @@ def against_classes(fast, f, y, T, plan):
     def run(n):
         step = adam_trajectory(fast, f[:n * T], y[:n * T])
         return 1e3 * seconds(step, n * T) * n * T
-    times = [median([run(n) for _ in range(1 if plan["tiny"] else 3)]) for n in ns]
-    return flat("meta-test trajectory against classes", ns, times)
+    def times(): return [median([run(n) for _ in range(1 if plan["tiny"] else 3)]) for n in ns]
+    return flat("meta-test trajectory against classes", ns, *steadily(times, plan))

@@ -17,7 +17,7 @@ from aim_nb.sib import SIBHead, SIBParams
 from aim_nb.tasks import draw_episodes
 from aim_nb.train_fewshot import Episodic, FlatSGD, double_step, paper_rates
 
-from .harness import CLOCK, case, compare, floors, median, own_process, seconds, value_row
+from .harness import CLOCK, case, compare, floors, median, own_process, seconds, steadily, value_row
 from .work import aim_episode, fewshot_step
 
 SIZES = {"256->400": (256, 400), "640->800": (640, 800), "1600->800": (1600, 800)}
@@ -125,15 +125,16 @@ def step_row(name, method, size, d, v, n_shot, plan, M=32):
     release = RELEASE_STEP[size] if method == "sib+aim" and n_shot == 1 else None
     own, distinct = aim_work(layer, items, n_shot) if method == "sib+aim" else (None, 0)
     row = compare(name, ours, in_turn(ref.step, items), plan, work=fewshot_step(layer, 5 * n_shot, 75, own), items=("episodes", 1), release=release, per=per, size=size, shots=n_shot, method=method)
-    return row | share_row(layer, items, n_shot, own, distinct, row["gflops"], plan) if own else row
+    return row | share_row(layer, items, n_shot, own, distinct, row, plan) if own else row
 
 
-def share_row(layer, items, n_shot, own, distinct, rate, plan):
+def share_row(layer, items, n_shot, own, distinct, row, plan):
     "AIM's share of a step beside its floor: the larger of its multiply-adds and its bytes at the machine's own rates."
-    share, limits = aim_share(layer, items, 5 * n_shot), floors(own, rate)
-    share()
-    share = median([seconds(share) / len(items) for _ in range(plan["repeats"])])
-    return dict(share_ms=1e3 * share, floor_ms=1e3 * max(limits), share_of_floor=share / max(limits), distinct=distinct)
+    call = aim_share(layer, items, 5 * n_shot)
+    call()
+    share, seen = steadily(lambda: median([seconds(call) / len(items) for _ in range(plan["repeats"])]), plan)
+    floor = max(floors(own, seen))
+    return dict(share_ms=1e3 * share, floor_ms=1e3 * floor, share_of_floor=share / floor, distinct=distinct, steady=row["steady"] and seen["steady"])
 
 
 @case("few-shot")
@@ -156,7 +157,7 @@ def on_all_cores(plan):
                 with threads(1): f()
             return call
         work = fewshot_step(layer, 5, 75, aim_work(layer, items, 1)[0])
-        with threads(cores): row = compare(f"training step sib+aim {s} 1-shot, {cores} threads", one(ours), in_turn(ref.step, items), plan, work=work, items=("episodes", 1), per=len(items), size=s, shots=1, method="sib+aim", threads=cores)
+        with threads(cores): row = compare(f"training step sib+aim {s} 1-shot, {cores} threads", one(ours), in_turn(ref.step, items), plan, work=work, items=("episodes", 1), per=len(items), size=s, shots=1, method="sib+aim")
         yield row
 
 
@@ -182,19 +183,20 @@ def sampling(plan):
         for i in range(n):
             rng = np.random.default_rng([0, i])
             for c in rng.choice(64, 5, replace=False): rng.choice(classes[c], 16, replace=False)
-    row = compare("sampling 5-way 1-shot", lambda: draw_episodes(classes, 0, range(n)), naive, dict(plan, seconds=0.), items=("episodes", n))
-    return [row, value_row("episodes drawn a second", row["per_second"], "episodes/s")]
+    return [compare("sampling 5-way 1-shot", lambda: draw_episodes(classes, 0, range(n)), naive, dict(plan, seconds=0.), items=("episodes", n))]
 
 
 @case("few-shot")
 def paper_run(plan):
     "The paper's budget from measured parts, on all cores, each run in a process of its own so that its memory can be told: 50,000 steps, 50 validations, two tests."
-    methods = ("sib+aim",) if plan["tiny"] else ("sib", "sib+linear", "sib+aim")
-    rows = [value_row(f"paper run {m}", **own_process("benchmarks.paper_run", m, "tiny" if plan["tiny"] else "full", CLOCK[0], threads=os.cpu_count())) for m in methods]
-    aim = rows[-1]
-    rows.append(value_row("paper run sib+aim, peak memory", aim["memory_gb"], "GB"))
-    if len(rows) > 3: rows.append(value_row("paper run, sib+linear over sib+aim", rows[1]["value"] / aim["value"], "x"))
-    return rows
+    methods, cores = ("sib+aim",) if plan["tiny"] else ("sib", "sib+linear", "sib+aim"), os.cpu_count()
+    def run(method): return own_process("benchmarks.paper_run", method, "tiny" if plan["tiny"] else "full", CLOCK[0], threads=cores)
+    with threads(cores): found = {m: steadily(lambda: run(m), plan, tries=2) for m in methods}
+    aim, seen = found["sib+aim"]
+    rows = [value_row(f"paper run {m}", own.pop("minutes"), "minutes", s, **own) for m, (own, s) in found.items()] + [value_row("paper run sib+aim, peak memory", aim["memory_gb"], "GB", seen)]
+    if plan["tiny"]: return rows
+    linear, also = rows[1]["value"] / rows[2]["value"], found["sib+linear"][1]
+    return rows + [value_row("paper run, sib+linear over sib+aim", linear, "x", seen | dict(steady=seen["steady"] and also["steady"]))]
 
 
 @case("few-shot")
@@ -208,11 +210,14 @@ def where_time_goes(plan):
         if side == "reference": one = in_turn(PlainFewshot(plain, plain_head, paper_rates()).step, items)
         step = Stepper(layer, head, items) if side == "ours" else lambda: [one() for _ in items]
         step()
-        with profile(activities=[ProfilerActivity.CPU]) as prof:
-            for _ in range(n): step()
+        def profiled():
+            with profile(activities=[ProfilerActivity.CPU]) as prof:
+                for _ in range(n): step()
+            return prof
+        prof, seen = steadily(profiled, plan, tries=1)
         n_steps = n * len(items)
         found = sorted(prof.key_averages(), key=lambda e: -e.self_cpu_time_total)
         total = sum(e.self_cpu_time_total for e in found)
         ops = [dict(op=e.key, share=e.self_cpu_time_total / total, calls=e.count / n_steps) for e in found[:10]]
-        rows.append(dict(case=f"operators of a training step {size}, {side}", ops=ops, calls=sum(e.count for e in found) / n_steps))
+        rows.append(dict(case=f"operators of a training step {size}, {side}", ops=ops, calls=sum(e.count for e in found) / n_steps, **seen))
     return rows

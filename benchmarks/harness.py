@@ -17,9 +17,9 @@ RESULTS = Path(__file__).parent / "results.json"
 RELEASE_GFLOPS = 166.       # the machine on which the release was measured (quiet, 2 cores, AVX2)
 CASES = {}                  # name -> (group, function)
 PLANS = {                   # how much work a run puts in
-    "full": dict(seconds=.08, repeats=9, tiny=False),
-    "quick": dict(seconds=.03, repeats=5, tiny=False),
-    "tiny": dict(seconds=0., repeats=2, tiny=True),       # tests: the cases run, their times mean nothing
+    "full": dict(name="full", seconds=.08, repeats=9, tiny=False),
+    "quick": dict(name="quick", seconds=.03, repeats=5, tiny=False),
+    "tiny": dict(name="tiny", seconds=0., repeats=2, tiny=True),       # tests: the cases run, their times mean nothing
 }
 
 
@@ -88,36 +88,45 @@ def alternate(ours, reference, plan) -> tuple:
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
-def compare(name, ours, reference, plan, tries=3, per=1, **more) -> dict:
-    "One row: both timed in turn between two looks at the machine, again (at most `tries` times) if it was not steady. A call of `ours` does the work of `per` calls of the reference."
+def steadily(measure, plan, tries=3) -> tuple:
+    "What `measure` gives between two looks at the machine, again (at most `tries` times) if it was not steady; and what it was measured with."
+    def look(): return matmul_rate(256 if plan["tiny"] else 1024)
     for _ in range(1 if plan["tiny"] else tries):
-        before = matmul_rate(256 if plan["tiny"] else 1024)
-        a, b = alternate(ours, reference, plan)
-        after = matmul_rate(256 if plan["tiny"] else 1024)
-        steady = abs(after / before - 1) <= .1
-        if steady: break
-    return ratio_row(name, [t / per for t in a], b, (before + after) / 2, steady, **more)
+        before, found, after = look(), measure(), look()
+        if steady := abs(after / before - 1) <= .1: break
+    n = torch.get_num_threads()
+    return found, dict(gflops=(before + after) / 2, gbs=bandwidth(n), steady=steady, threads=n, clock=CLOCK[0], plan=plan["name"])
 
 
-def ratio_row(name, a, b, rate, steady, work={}, items=(), release=None, **more) -> dict:
+def compare(name, ours, reference, plan, tries=3, per=1, **more) -> dict:
+    "One row: both timed in turn. A call of `ours` does the work of `per` calls of the reference."
+    (a, b), seen = steadily(lambda: alternate(ours, reference, plan), plan, tries)
+    return ratio_row(name, [t / per for t in a], b, seen, **more)
+
+
+def ratio_row(name, a, b, seen, work=None, items=(), release=None, **more) -> dict:
     "What is stored of a comparison; `work`: its `macs` and `bytes`; `items`: what is done, and how many of them; `release`: its own time in seconds on a machine of 166 GFLOP/s."
     ours, ref = median(a), median(b)
-    row = dict(case=name, ours_ms=spread([1e3 * t for t in a]), reference_ms=spread([1e3 * t for t in b]), ratio=dict(spread([y / x for x, y in zip(a, b)]), median=ref / ours),
-               gflops=rate, steady=steady, **more)
-    if work: row |= work | dict(zip(("of_matmul", "of_bandwidth"), (t / ours for t in floors(work, rate))))
+    row = dict(case=name, ours_ms=spread([1e3 * t for t in a]), reference_ms=spread([1e3 * t for t in b]), ratio=dict(spread([y / x for x, y in zip(a, b)]), median=ref / ours), **seen, **more)
+    if work: row |= reached(work, ours, seen)
     if items: row |= dict(items=items[0], per_second=items[1] / ours)
-    if release: row |= dict(release_ms=1e3 * release, reference_of_release=ref * rate / RELEASE_GFLOPS / release)
+    if release: row |= dict(release_ms=1e3 * release, reference_of_release=ref * seen["gflops"] / RELEASE_GFLOPS / release)
     return row
 
 
-def floors(work, rate) -> tuple:
+def floors(work, seen) -> tuple:
     "Seconds that multiply-adds and bytes take at the machine's own rates."
-    return 2 * work["macs"] / rate / 1e9, work["bytes"] / bandwidth(torch.get_num_threads()) / 1e9
+    return 2 * work["macs"] / seen["gflops"] / 1e9, work["bytes"] / seen["gbs"] / 1e9
 
 
-def value_row(name, value, unit, **more) -> dict:
+def reached(work, seconds, seen) -> dict:
+    "Some work, and the share of the machine's rates at which it was done."
+    return work | dict(zip(("of_matmul", "of_bandwidth"), (t / seconds for t in floors(work, seen))))
+
+
+def value_row(name, value, unit, seen, **more) -> dict:
     "A case that is not a comparison: a number with a unit."
-    return dict(case=name, value=value, unit=unit, **more)
+    return dict(case=name, value=value, unit=unit, **seen, **more)
 
 
 def own_process(module, *args, threads=0) -> dict:

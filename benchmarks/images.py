@@ -15,7 +15,7 @@ from aim_nb.core import torch_rng
 from aim_nb.pretrain import CosineClassifier, forward, frozen
 from aim_nb.reference import copy_weights
 
-from .harness import CLOCK, CLOCKS, case, compare, median, value_row
+from .harness import CLOCK, CLOCKS, case, compare, median, steadily, value_row
 from .work import MOMENTUM, convolutions, total
 
 
@@ -63,9 +63,9 @@ def start_up(code, times):
 def imports(plan):
     "What the package adds to `import torch`, and the imports of the few-shot notebook."
     n = 1 if plan["tiny"] else 7
-    torch_alone, aim = start_up("import torch", n), start_up("import torch; t = now(); import aim_nb.aim", n)
-    rows = [value_row("import aim_nb.aim after torch", aim, "s", torch_s=torch_alone)]
+    (torch_alone, aim), seen = steadily(lambda: (start_up("import torch", n), start_up("import torch; t = now(); import aim_nb.aim", n)), plan)
+    rows = [value_row("import aim_nb.aim after torch", aim, "s", seen, torch_s=torch_alone)]
     path = Path(__file__).parent.parent / "nbs/20_fewshot.ipynb"
     cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     own = next(c for c in cells if "import" in c and "aim_nb" in c)
-    return rows + [value_row("imports of 20_fewshot", start_up(own, n), "s")]
+    return rows + [value_row("imports of 20_fewshot", start_up(own, n), "s", seen)]

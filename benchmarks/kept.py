@@ -40,7 +40,7 @@ def convolutions(tiny, repeats, data):
     def once(): return [inside(net.rln, step) / len(x), *(seconds(lambda: alone(b)) / n for n, b in batches.items())]
     once()
     own, *each = (1e3 * median(t) for t in zip(*(once() for _ in range(repeats))))
-    return dict(value=min(each) / own, image_ms=own, alone_ms=dict(zip(batches, each)))
+    return dict(share=min(each) / own, image_ms=own, alone_ms=dict(zip(batches, each)))
 
 
 def main(what, size, repeats, clock, *data):

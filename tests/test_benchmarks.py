@@ -13,11 +13,13 @@ sys.path.insert(0, str(ROOT))
 from aim_nb.oml import Tail, make_layer                               # noqa: E402
 from aim_nb.reference import PlainAIM, PlainSIB, PlainTail            # noqa: E402
 from benchmarks import continual, few_shot, harness, images, layer, work   # noqa: E402, F401
+from benchmarks.__main__ import merge, run                            # noqa: E402
 from benchmarks.check import BARS, misses                             # noqa: E402
 from benchmarks.kept import inside                                    # noqa: E402
 from benchmarks.table import line                                     # noqa: E402
 
-KINDS = ({"ours_ms", "reference_ms", "ratio", "gflops", "steady"}, {"value", "unit"}, {"at", "ms", "exponent", "growth"}, {"ops", "calls"})
+SEEN = {"gflops", "gbs", "steady", "threads", "clock", "plan"}      # what a row was measured with
+KINDS = ({"ours_ms", "reference_ms", "ratio"}, {"value", "unit"}, {"at", "ms", "exponent", "growth"}, {"ops", "calls"})
 
 
 def whole(row): return any(kind <= set(row) for kind in KINDS) and line(row)
@@ -28,19 +30,25 @@ def test_stored_results_are_whole():
     stored = json.loads(harness.RESULTS.read_text())
     assert {"gflops", "gbs", "threads", "cpu", "torch", "clock"} <= set(stored["machine"])
     assert all(whole(r) and r["of"] in harness.CASES for r in stored["rows"])
-    missing = [name for name in harness.CASES if name not in {r["of"] for r in stored["rows"]}]
-    if missing: pytest.skip("not measured yet: python -m benchmarks " + " ".join(missing))
+    missing = [name for name in harness.CASES if not (rows := [r for r in stored["rows"] if r["of"] == name]) or any(SEEN - set(r) for r in rows)]
+    if missing: pytest.skip("never measured, or before rows said with what: python -m benchmarks " + " ".join(missing))
 
 
 @pytest.mark.parametrize("name", [n for n in harness.CASES if n not in ("paper_run", "imports")])
 def test_case_runs(name):
-    for row in harness.CASES[name][1](harness.PLANS["tiny"]): assert whole(row)
+    for row in harness.CASES[name][1](harness.PLANS["tiny"]): assert whole(row) and SEEN <= set(row)
+
+
+def test_a_partial_run_leaves_the_other_rows_as_they_were_measured():
+    old = [dict(case="a", of="sampling", plan="full", threads=2), dict(case="gone", of="inner_loop", plan="full", threads=2)]
+    kept, new = merge(old, run(["inner_loop"], "tiny", lambda rows: None, "this machine"))
+    assert kept == old[0] and (new["of"], new["plan"], new["threads"], new["measured_on"]) == ("inner_loop", "tiny", torch.get_num_threads(), "this machine")
 
 
 def just_met():
     "Rows that stand at every bar."
     rows = {}
-    for (case, what), (_, bar) in BARS.items(): rows.setdefault(case, dict(case=case, steady=True))[what] = dict(median=bar) if what == "ratio" else bar
+    for (case, what), (_, bar) in BARS.items(): rows.setdefault(case, dict(case=case, steady=True, plan="full"))[what] = dict(median=bar) if what == "ratio" else bar
     return list(rows.values())
 
 
@@ -57,8 +65,9 @@ def test_misses_are_named(case, what):
     row[what] = dict(median=worse) if what == "ratio" else worse
     (found,) = misses(rows)
     assert found.startswith(f"MISS {case}: ") and found.endswith(f", bar {way} {bar}")
-    row["steady"] = False
-    assert misses(rows) == [f"MISS {case}: the machine was not steady: run it again"]
+    for key, value, words in (("plan", "quick", "measured with plan quick: run it in full"), ("steady", False, "the machine was not steady: run it again")):
+        row[key] = value
+        assert misses(rows) == [f"MISS {case}: {words}"]
 
 
 def multiplied(fn, *args):
