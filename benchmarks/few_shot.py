@@ -1,8 +1,6 @@
 """Few-shot: one training step, test episodes, a whole paper run."""
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -20,6 +18,7 @@ from aim_nb.train_fewshot import Episodic, FlatSGD, double_step, paper_rates
 from .harness import CLOCK, case, compare, floors, median, own_process, seconds, steadily, value_row
 from .work import aim_episode, fewshot_step
 
+CORES = 2       # for which the bars are set
 SIZES = {"256->400": (256, 400), "640->800": (640, 800), "1600->800": (1600, 800)}
 TINY = {"256->400": (16, 20)}
 RELEASE_STEP = {"256->400": .065, "640->800": .218, "1600->800": .713}
@@ -118,14 +117,18 @@ def aim_share(layer, items, n):
     return call
 
 
-def step_row(name, method, size, d, v, n_shot, plan, M=32):
-    layer, head, plain, plain_head = model(method, d, v, M)
+def step_row(method, size, d, v, n_shot, plan, cores=0):
+    "A training step; `cores`: those of the plain side, and of our wide products alone, as training has it (0: as many as there are, for both)."
+    layer, head, plain, plain_head = model(method, d, v, 12 if plan["tiny"] else 32)
     items, ref = draws(d, n_shot), PlainFewshot(plain, plain_head, paper_rates(), n_shot)
-    ours, per = Stepper(layer, head, items, n_shot), len(items)
-    release = RELEASE_STEP[size] if method == "sib+aim" and n_shot == 1 else None
+    step, layer.threads = Stepper(layer, head, items, n_shot), cores
+    def ours():
+        with threads(1 if cores else 0): step()
     own, distinct = aim_work(layer, items, n_shot) if method == "sib+aim" else (None, 0)
-    row = compare(name, ours, in_turn(ref.step, items), plan, work=fewshot_step(layer, 5 * n_shot, 75, own), items=("episodes", 1), release=release, per=per, size=size, shots=n_shot, method=method)
-    return row | share_row(layer, items, n_shot, own, distinct, row, plan) if own else row
+    release = RELEASE_STEP[size] if own and n_shot == 1 else None
+    with threads(cores): row = compare(f"training step {method} {size} {n_shot}-shot" + (f", {cores} threads" if cores else ""), ours, in_turn(ref.step, items), plan, per=len(items), release=release,
+                                       work=fewshot_step(layer, 5 * n_shot, 75, own), items=("episodes", 1), size=size, shots=n_shot, method=method)
+    return row | share_row(layer, items, n_shot, own, distinct, row, plan) if own and not cores else row
 
 
 def share_row(layer, items, n_shot, own, distinct, row, plan):
@@ -142,23 +145,13 @@ def training_step(plan):
     "Inner and outer step of one episode, features in memory."
     for m in ("sib+aim", "sib", "sib+linear"):
         for s, dv in sizes(plan).items():
-            for n in (1, 5): yield step_row(f"training step {m} {s} {n}-shot", m, s, *dv, n, plan, M=12 if plan["tiny"] else 32)
+            for n in (1, 5): yield step_row(m, s, *dv, n, plan)
 
 
 @case("few-shot")
 def on_all_cores(plan):
-    "The same with every core on both sides: the reference as torch shares its work out, ours with all threads for its wide products alone, as training has it."
-    for s, (d, v) in sizes(plan).items():
-        layer, head, plain, plain_head = model("sib+aim", d, v, 12 if plan["tiny"] else 32)
-        items, ref, cores = draws(d, 1), PlainFewshot(plain, plain_head, paper_rates(), 1), os.cpu_count()
-        ours, layer.threads = Stepper(layer, head, items), cores
-        def one(f):
-            def call():
-                with threads(1): f()
-            return call
-        work = fewshot_step(layer, 5, 75, aim_work(layer, items, 1)[0])
-        with threads(cores): row = compare(f"training step sib+aim {s} 1-shot, {cores} threads", one(ours), in_turn(ref.step, items), plan, work=work, items=("episodes", 1), per=len(items), size=s, shots=1, method="sib+aim")
-        yield row
+    "The same with two cores on both sides: the reference as torch shares its work out, ours with both for its wide products alone, as training has it."
+    for s, dv in sizes(plan).items(): yield step_row("sib+aim", s, *dv, 1, plan, CORES)
 
 
 @case("few-shot")
@@ -188,10 +181,10 @@ def sampling(plan):
 
 @case("few-shot")
 def paper_run(plan):
-    "The paper's budget from measured parts, on all cores, each run in a process of its own so that its memory can be told: 50,000 steps, 50 validations, two tests."
-    methods, cores = ("sib+aim",) if plan["tiny"] else ("sib", "sib+linear", "sib+aim"), os.cpu_count()
-    def run(method): return own_process("benchmarks.paper_run", method, "tiny" if plan["tiny"] else "full", CLOCK[0], threads=cores)
-    with threads(cores): found = {m: steadily(lambda: run(m), plan, tries=2) for m in methods}
+    "The paper's budget from measured parts, on two cores, each run in a process of its own so that its memory can be told: 50,000 steps, 50 validations, two tests."
+    methods = ("sib+aim",) if plan["tiny"] else ("sib", "sib+linear", "sib+aim")
+    def run(method): return own_process("benchmarks.paper_run", method, "tiny" if plan["tiny"] else "full", CLOCK[0], threads=CORES)
+    with threads(CORES): found = {m: steadily(lambda: run(m), plan, tries=2) for m in methods}
     aim, seen = found["sib+aim"]
     rows = [value_row(f"paper run {m}", own.pop("minutes"), "minutes", s, **own) for m, (own, s) in found.items()] + [value_row("paper run sib+aim, peak memory", aim["memory_gb"], "GB", seen)]
     if plan["tiny"]: return rows

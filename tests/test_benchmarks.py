@@ -65,7 +65,7 @@ def test_misses_are_named(case, what):
     row[what] = dict(median=worse) if what == "ratio" else worse
     (found,) = misses(rows)
     assert found.startswith(f"MISS {case}: ") and found.endswith(f", bar {way} {bar}")
-    for key, value, words in (("plan", "quick", "measured with plan quick: run it in full"), ("steady", False, "the machine was not steady: run it again")):
+    for key, value, words in (("steady", False, "the machine was not steady: run it again"), ("plan", "quick", "measured with plan quick: run it in full")):
         row[key] = value
         assert misses(rows) == [f"MISS {case}: {words}"]
 
