@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")     # before torch: idle threads sleep, so that other processes do not slow the timed ones down
 
-from . import continual, few_shot, harness, images, layer   # noqa: E402
+from . import continual, few_shot, harness, images, layer, profiles   # noqa: E402, F401
 from .check import misses                                    # noqa: E402
 from .table import line                                      # noqa: E402
 

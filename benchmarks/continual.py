@@ -146,23 +146,27 @@ def adam_trajectory(fast, f, y):
     return step
 
 
-@case("continual")
-def meta_test(plan):
-    "One step of a meta-test trajectory, every fast parameter under exact Adam."
-    fast, plain, shape = nets("oml", "omniglot", "raw", True, plan["tiny"])
-    n, T = (3, 2) if plan["tiny"] else (40, 15)
+def metatest_pair(tiny):
+    "A step of a trajectory of both sides, ours after a hundred; and what it learns from: network, features, labels, images a class."
+    fast, plain, shape = nets("oml", "omniglot", "raw", True, tiny)
+    n, T = (3, 2) if tiny else (40, 15)
     x, y = make_images(n, T, *shape[:2], seed=3).flatten(0, 1), torch.arange(n).repeat_interleave(T).tolist()
     fast.eval()
     with torch.no_grad(): f = torch.cat([fast.rln(part) for part in x.split(50)])
-    step = adam_trajectory(fast, f, y)
-    for _ in range(2 if plan["tiny"] else 100): step()
-    ref = dict(opt=None, t=0)
+    step, ref = adam_trajectory(fast, f, y), dict(opt=None, t=0)
+    for _ in range(2 if tiny else 100): step()
     def plain_step():
         t = ref["t"] = (ref["t"] + 1) % len(x)
         ref["opt"] = plain_metatest(plain, x[t:t + 1], torch.tensor(y[t:t + 1]), optimiser=ref["opt"])
-    rows = [compare("meta-test step oml+aim omniglot, exact Adam", step, plain_step, dict(plan, seconds=4 * plan["seconds"]),
-                    work=adam_step(fast.tail), items=("images", 1), release=.176)]
-    return rows + [against_classes(fast, f, y, T, plan)]
+    return step, plain_step, (fast, f, y, T)
+
+
+@case("continual")
+def meta_test(plan):
+    "One step of a meta-test trajectory, every fast parameter under exact Adam."
+    step, plain_step, on = metatest_pair(plan["tiny"])
+    yield compare("meta-test step oml+aim omniglot, exact Adam", step, plain_step, dict(plan, seconds=4 * plan["seconds"]), work=adam_step(on[0].tail), items=("images", 1), release=.176)
+    yield against_classes(*on, plan)
 
 
 def against_classes(fast, f, y, T, plan):

@@ -4,7 +4,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from aim_nb.aim import AIM, Identity, linear_twin
 from aim_nb.core import threads, torch_rng
@@ -190,27 +189,3 @@ def paper_run(plan):
     if plan["tiny"]: return rows
     linear, also = rows[1]["value"] / rows[2]["value"], found["sib+linear"][1]
     return rows + [value_row("paper run, sib+linear over sib+aim", linear, "x", seen | dict(steady=seen["steady"] and also["steady"]))]
-
-
-@case("few-shot")
-def where_time_goes(plan):
-    "The operators of one training step by their own time."
-    (size, (d, v)), n = next(iter(sizes(plan).items())), 1 if plan["tiny"] else 2
-    rows = []
-    for side in ("ours", "reference"):
-        layer, head, plain, plain_head = model("sib+aim", d, v)
-        items = draws(d, 1)
-        if side == "reference": one = in_turn(PlainFewshot(plain, plain_head, paper_rates()).step, items)
-        step = Stepper(layer, head, items) if side == "ours" else lambda: [one() for _ in items]
-        step()
-        def profiled():
-            with profile(activities=[ProfilerActivity.CPU]) as prof:
-                for _ in range(n): step()
-            return prof
-        prof, seen = steadily(profiled, plan, tries=1)
-        n_steps = n * len(items)
-        found = sorted(prof.key_averages(), key=lambda e: -e.self_cpu_time_total)
-        total = sum(e.self_cpu_time_total for e in found)
-        ops = [dict(op=e.key, share=e.self_cpu_time_total / total, calls=e.count / n_steps) for e in found[:10]]
-        rows.append(dict(case=f"operators of a training step {size}, {side}", ops=ops, calls=sum(e.count for e in found) / n_steps, **seen))
-    return rows

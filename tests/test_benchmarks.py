@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from aim_nb.oml import Tail, make_layer                               # noqa: E402
 from aim_nb.reference import PlainAIM, PlainSIB, PlainTail            # noqa: E402
-from benchmarks import continual, few_shot, harness, images, layer, work   # noqa: E402, F401
+from benchmarks import continual, few_shot, harness, images, layer, profiles, work   # noqa: E402, F401
 from benchmarks.__main__ import merge, run                            # noqa: E402
 from benchmarks.check import BARS, misses                             # noqa: E402
 from benchmarks.kept import inside                                    # noqa: E402
