@@ -14,14 +14,14 @@ from .records import field, read_records, record_name
 from .tables import METHODS, ablation_table, continual_curve, continual_table, fewshot_table, method_label, moved_switches, present, table_csv, table_markdown, variant
 
 # %% auto #0
-__all__ = ['AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
-           'coordinates', 'points', 'paper_points', 'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains',
-           'claim_values', 'setting', 'in_order', 'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame',
-           'rows_of', 'cell_rows', 'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text',
-           'backbone_hours', 'run_hours', 'missing', 'figure_hours', 'label_lines', 'hours_text', 'cost_text',
-           'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained', 'plain_lines', 'gain_lines',
-           'records_of', 'block_markdown', 'notebook_links', 'activation_figures', 'continual_masks',
-           'trajectory_figures', 'ablation_figures', 'all_figures', 'table_files']
+__all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
+           'training_plan', 'coordinates', 'effort', 'points', 'paper_points', 'Pair', 'fits', 'partner', 'se_of',
+           'differences', 'omniglot_gains', 'claim_values', 'setting', 'in_order', 'claim_rows', 'longest',
+           'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows', 'figure_needs', 'figure_rows', 'budgets',
+           'coverage', 'coverage_text', 'backbone_hours', 'run_hours', 'missing', 'figure_hours', 'label_lines',
+           'hours_text', 'cost_text', 'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained',
+           'plain_lines', 'gain_lines', 'records_of', 'block_markdown', 'notebook_links', 'activation_figures',
+           'continual_masks', 'trajectory_figures', 'ablation_figures', 'all_figures', 'table_files']
 
 # %% ../nbs/18_findings.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -52,6 +52,13 @@ class Point(NamedTuple):
     values: dict # metric -> Seeds
     keys: list   # of the records
 
+EFFORT = ("runs", "rates", "rate_runs")      # of a meta-test: moves the noise of a point, not what it measures
+
+def training_plan(budget) -> str:
+    "What two trainings must have in common to be compared, as a key."
+    free = (*EFFORT, "classes") if budget["task"] == "continual" else ()      # few-shot: `classes` is the data itself
+    return content_key({k: v for k, v in budget.items() if k not in free}, 6)
+
 def coordinates(rec) -> dict:
     "What a record is a measurement of, but for the seed."
     q, known = rec["parameters"], ("K", "l", "decision")
@@ -59,16 +66,23 @@ def coordinates(rec) -> dict:
     other = variant(rec, known) if rec["task"] in ("fewshot", "continual") else ", ".join(f"{k}={v}" for k, v in moved_switches(rec).items())
     if q.get("masks_of") == "slow" and "sib" in rec["method"]: other += "slow weights"
     return own | dict(task=rec["task"], dataset=rec["dataset"], method=rec["method"], budget=rec["budget"]["name"], steps=rec["budget"]["steps"], other=other,
-                      data=rec["data_sha"], plan=content_key(rec["budget"], 6))
+                      data=rec["data_sha"], plan=training_plan(rec["budget"]))
+
+def effort(rec) -> tuple:
+    "How much a meta-test was worth: runs first, then the search for rates."
+    return tuple(rec["budget"][k] for k in EFFORT)
 
 def points(records) -> list:
-    "Records as points, seeds together."
+    "Records as points, seeds together; of a seed that was meta-tested several times the test with the most runs."
     groups = {}
-    for rec in records:
+    for rec in sorted(records, key=effort):
         for extra, values in measured(rec):
             where = coordinates(rec) | extra
-            groups.setdefault(content_key(where), (where, [], []))[1].append(values); groups[content_key(where)][2].append(rec["key"])
-    return [Point(where, {k: seed_summary(*zip(*(v[k] for v in all_))) for k in all_[0] if all(k in v for v in all_)}, keys) for where, all_, keys in groups.values()]
+            groups.setdefault(content_key(where), (where, {}))[1][rec["seed"]] = (values, rec["key"])
+    def point(where, seeds):
+        all_ = [values for values, _ in seeds.values()]
+        return Point(where, {k: seed_summary(*zip(*(v[k] for v in all_))) for k in all_[0] if all(k in v for v in all_)}, [key for _, key in seeds.values()])
+    return [point(*g) for g in groups.values()]
 
 # %% ../nbs/18_findings.ipynb #4a8a1756
 def paper_points() -> list:
@@ -475,9 +489,9 @@ def notebook_links(row) -> str: # of `paper_labels`
 
 # %% ../nbs/18_findings.ipynb #3a147b56
 def _best(records) -> list:
-    "For each dataset, method, backbone and shot the record of the longest training, first seed."
+    "For each dataset, method, backbone and shot the record of the longest training, first seed, most meta-test runs."
     best = {}
-    for r in sorted(records, key=lambda r: (-r["budget"]["steps"], r["seed"])):
+    for r in sorted(records, key=lambda r: (-r["budget"]["steps"], r["seed"], *(-e for e in effort(r)))):
         q = r["parameters"]
         best.setdefault((r["dataset"], r["method"], q.get("backbone"), q.get("n_shot"), q.get("masks_of")), r)
     return list(best.values())

@@ -3,6 +3,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -28,12 +29,12 @@ def fewshot(method="sib", shift=0., name="paper", seed=0, dataset="cifar-fs", n_
     return new_record("fewshot", dataset, method, seed, budget(name), Protocol(decision=decision, **protocol), parameters, "0", dict(accuracy=base + shift, ci95=ci95))
 
 
-def continual(method="oml", shift=0., name="paper", dataset="omniglot", norm=USUAL_NORM):
+def continual(method="oml", shift=0., name="paper", dataset="omniglot", norm=USUAL_NORM, runs=2, n_classes=None, **effort):
     "A made-up continual record, `shift` points from the paper's figures."
-    rows = paper_table("continualz", dataset=dataset, method=method)
-    test = [[r["accuracy"] + shift + e for r in rows] for e in (-.2, .2)]
+    rows = [r for r in paper_table("continualz", dataset=dataset, method=method) if n_classes is None or r["n_classes"] <= n_classes]
+    test = [[r["accuracy"] + shift + e for r in rows] for e in np.linspace(-.2, .2, runs)]
     metrics = dict(n_classes=[r["n_classes"] for r in rows], test=test, train=[[min(100., a + 2) for a in run] for run in test], accuracy=50., ci95=1.)
-    return new_record("continual", dataset, method, 0, budget(name, "continual"), Protocol(norm=norm), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
+    return new_record("continual", dataset, method, 0, replace(budget(name, "continual"), runs=runs, classes=n_classes or 0, **effort), Protocol(norm=norm), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
 
 
 def use(dataset="cifar-fs", method="sib+aim", n_shot=1, last=None, name="paper"):
@@ -152,6 +153,20 @@ def test_claims_for_a_reader_show_the_longest_training_once():
     lines = findings.claims_markdown(findings.claim_rows(records, ["aim-beats-oml"])).splitlines()[2:]
     assert len(lines) == 1 and "10: +" in lines[0] and "600: +" in lines[0] and "9 supported" in lines[0] and "paper@500" not in lines[0]
     assert verdicts([continual("oml"), continual("oml+aim", 1., norm="affine")], "aim-beats-oml") == ["not measured"]
+
+
+def test_meta_tests_of_unequal_effort_are_compared_where_both_have_points():
+    "Ten runs beside five, a linear layer that was only followed to 100 classes with three: same training, same n, no fall back to a shorter one."
+    long = [continual("oml", name="paper@2000", runs=10), continual("oml+aim", 1., name="paper@2000", runs=5, rates=2, rate_runs=1), continual("oml+linear", 60., name="paper@2000", runs=3, n_classes=100)]
+    short = [continual(m, name="paper@500", runs=3) for m in ("oml", "oml+aim", "oml+linear")]
+    rows = findings.claim_rows(long + short, ["aim-beats-oml", "aim-beats-oml-linear"])
+    at = lambda id, b: [r["where"]["n_classes"] for r in rows if (r["id"], r["budget"]) == (id, b)]
+    assert len(at("aim-beats-oml", "paper@2000")) == 9 and at("aim-beats-oml-linear", "paper@2000") == [10, 50, 75, 100]
+    assert all("2,000 of the paper's" in line for line in findings.gain_lines(long + short))
+    again = findings.points([long[0], continual("oml", 9., name="paper@2000", runs=3)])      # a second, smaller test is no second seed
+    assert {(p.values["accuracy"].n, p.keys[0]) for p in again} == {(1, long[0]["key"])}
+    wide = long[1] | dict(budget=long[1]["budget"] | dict(width=48))
+    assert [r["verdict"] for r in findings.claim_rows([long[0], wide], ["aim-beats-oml"])] == ["not measured"]
 
 
 def test_sentences_to_quote():
