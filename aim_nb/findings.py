@@ -11,7 +11,7 @@ from . import activation, viz
 from .core import PAPER_LONG, content_key
 from .paper import Seeds, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, plain_variant, reached, seed_summary
 from .records import field, read_records, record_name
-from .tables import METHODS, ablation_table, continual_curve, continual_table, fewshot_table, method_label, moved_switches, present, table_csv, table_markdown, variant
+from .tables import METHODS, ablation_table, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, variant
 
 # %% auto #0
 __all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
@@ -461,7 +461,7 @@ def records_of(
     "The records that a row of a table was computed from."
     if row["ours"] is None: return []
     own = {k: row[k] for k in _CELL[1:] if row.get(k) is not None and k != "n_classes"}
-    fit = lambda r: all(field(r, k) == v for k, v in ({"method": "sib+aim"} | own).items()) and (r["budget"]["name"], r["budget"]["steps"]) == (row["budget"], row["steps"])
+    fit = lambda r: all(field(r, k) == v for k, v in ({"method": "sib+aim"} | own).items()) and (r["budget"]["name"], r["budget"]["steps"]) == (row["budget"], row["steps"]) and meta_test(r) == row["runs"]
     return [r for r in records if r["task"] == _run(row)["task"] and fit(r) and variant(r, list(own)) == row["variant"]]
 
 def _ablation(variant) -> bool:
@@ -478,7 +478,7 @@ def block_markdown(table, block, records) -> str:
     if table == "continualz": f = f.assign(_m=f.method.map(METHODS.index)).sort_values(["_m", "variant", "steps", "n_classes"], kind="stable", na_position="last").drop(columns="_m")   # a trajectory's cells together
     rows = [dict(zip(("dataset", "backbone"), block)) | {k: None if v != v else v for k, v in r.items()} | {"table": table} for r in f.to_dict("records")]
     text = present(f).assign(Budget=[_budget_word(b, n) for b, n in zip(f.budget, f.steps)])
-    text = text.drop(columns=["Steps"] + (["Budget", "Seeds", "Variant"] if f.ours.isna().all() else []), errors="ignore")
+    text = text.drop(columns=["Steps"] + (["Budget", "Runs", "Seeds", "Variant"] if f.ours.isna().all() else []), errors="ignore")
     text["Records"] = [" ".join(f"[{i}](../results/{record_name(x)})" for i, x in enumerate(records_of(r, records), 1)) for r in rows]
     line = lambda cells: "| " + " | ".join(map(str, cells)) + " |"
     return "\n".join([line(text.columns), line(["---"]*len(text.columns)), *(line(r) for r in text.itertuples(index=False))])

@@ -13,7 +13,7 @@ from .records import field
 from .train_continual import USUAL_NORM
 
 # %% auto #0
-__all__ = ['METHODS', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'fewshot_table', 'present',
+__all__ = ['METHODS', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'meta_test', 'fewshot_table', 'present',
            'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table', 'continual_curve',
            'continual_table', 'longest', 'trajectory_markdown']
 
@@ -42,6 +42,11 @@ def variant(
     other |= moved_switches(rec)
     return ", ".join(f"{k}={v}" for k, v in other.items() if k not in known)
 
+def meta_test(rec) -> str:
+    "What a continual record's meta-test cost: runs, and in brackets the rates tried x trajectories each; empty for few-shot."
+    b = rec["budget"]
+    return f"{b['runs']} ({b['rates']}x{b['rate_runs']})" if rec["task"] == "continual" else ""
+
 def _question(rec):
     "What the seeds of one cell have in common."
     parameters = {k: v for k, v in rec["parameters"].items() if k not in ("backbone_sha", "backbone_seed")}
@@ -55,7 +60,7 @@ def _cells(records, table, coordinates):
     cells = []
     for recs in groups.values():
         where = {c: field(recs[0], c) for c in coordinates}
-        labels = dict(budget=recs[0]["budget"]["name"], steps=recs[0]["budget"]["steps"], variant=variant(recs[0], coordinates))
+        labels = dict(budget=recs[0]["budget"]["name"], steps=recs[0]["budget"]["steps"], variant=variant(recs[0], coordinates), runs=meta_test(recs[0]))
         cells.append(dict(where=where, labels=labels, comparable=comparability(table, where, recs[0]["budget"]),
                           accuracies=[r["metrics"]["accuracy"] for r in recs], cis=[r["metrics"]["ci95"] for r in recs]))
     return cells
@@ -66,7 +71,7 @@ def _frame(rows, table, coordinates, fixed):
     for p in paper_table(table, **fixed):
         if not p.get("literature") and (at := tuple(p[c] for c in coordinates)) not in ran:
             rows = [*rows, dict(zip(coordinates, at)) | dict(paper=p["accuracy"], paper_ci=p.get("ci"), verdict="not run")]
-    columns = [*coordinates, "budget", "steps", "variant", "seeds", "ours", "ci", "sd_seed", "paper", "paper_ci", "difference", "verdict"]
+    columns = [*coordinates, "budget", "steps", "variant", "runs", "seeds", "ours", "ci", "sd_seed", "paper", "paper_ci", "difference", "verdict"]
     frame = pd.DataFrame(rows, columns=columns)
     order = lambda s: s.map(METHODS.index) if s.name == "method" else s
     return frame.sort_values([c for c in coordinates if c not in fixed], key=order, kind="stable", ignore_index=True).drop(columns=list(fixed))
@@ -89,7 +94,7 @@ def fewshot_table(
     return _frame(_fewshot_rows(records, fixed), "few-shot", _FEWSHOT, fixed)
 
 # %% ../nbs/17_tables.ipynb #0145f65f
-NAMES = {"method": "Method", "n_shot": "Shots", "n_classes": "Classes", "decision": "Decision", "K": "K", "l": "l", "budget": "Budget", "steps": "Steps", "variant": "Variant", "seeds": "Seeds"}
+NAMES = {"method": "Method", "n_shot": "Shots", "n_classes": "Classes", "decision": "Decision", "K": "K", "l": "l", "budget": "Budget", "steps": "Steps", "variant": "Variant", "runs": "Runs", "seeds": "Seeds"}
 
 def _pm(value, ci):
     "A value with its interval; an empty cell for none."
@@ -103,7 +108,7 @@ def _word(column, value):
 
 def present(frame) -> pd.DataFrame:
     "A comparison table as text, for people."
-    out, shown = pd.DataFrame(index=frame.index), [c for c in NAMES if c in frame and (c != "variant" or frame[c].fillna("").any())]
+    out, shown = pd.DataFrame(index=frame.index), [c for c in NAMES if c in frame and (c not in ("variant", "runs") or frame[c].fillna("").any())]
     for c in shown: out[NAMES[c]] = [_word(c, v) for v in frame[c]]
     if "Seeds" in out: out["Seeds"] = [n if pd.isna(sd) else f"{n}, sd {sd:.2f}" for n, sd in zip(out["Seeds"], frame.sd_seed)]
     out["Ours"] = [_pm(a, c) for a, c in zip(frame.ours, frame.ci)]
@@ -201,7 +206,7 @@ def trajectory_markdown(
     ns, line = sorted(f.n_classes.unique()), lambda cells: "| " + " | ".join(map(str, cells)) + " |"
     text = lambda r: f"{r.ours:.1f}" + ("" if pd.isna(r.paper) else f" ({r.paper:.1f})")
     lines = []
-    for (m, v), g in f.groupby(["method", "variant"], sort=False):
+    for (m, v, steps, runs), g in f.groupby(["method", "variant", "steps", "runs"], sort=False):
         at = {r.n_classes: text(r) for r in g.itertuples()}
-        lines.append(line([method_label(m) + (f", {v}" if v else ""), f"{g.steps.iloc[0]:,.0f}", *(at.get(n, "–") for n in ns)]))
-    return "\n".join([line(["Method", "Steps", *ns]), line(["---"]*(2 + len(ns))), *lines])
+        lines.append(line([method_label(m) + (f", {v}" if v else ""), f"{steps:,.0f}", runs, *(at.get(n, "–") for n in ns)]))
+    return "\n".join([line(["Method", "Steps", "Runs", *ns]), line(["---"]*(3 + len(ns))), *lines])
