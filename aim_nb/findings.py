@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from . import activation, viz
 from .core import PAPER_LONG, content_key
-from .paper import Seeds, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, plain_variant, reached, seed_summary
+from .paper import Seeds, budget_note, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, plain_variant, reached, seed_summary
 from .records import field, read_records, record_name
 from .tables import METHODS, ablation_table, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, variant
 
@@ -185,7 +185,8 @@ def _judged(claim, value, se, seeds, budget) -> str:
     if budget == "smoke": return "smoke only"
     holds = value > claim["bound"] if claim["relation"] == ">" else value < claim["bound"]
     word = claim_verdict(value, se, claim["relation"], claim["bound"]) if se else "supported" if holds else "contradicted"
-    return word + ("" if budget in PAPER_LONG else " so far") + (" (one seed" + ("" if se else ", no interval") + ")" if seeds == 1 else "")
+    notes = ", ".join(filter(None, ("one seed" if seeds == 1 else "", "" if se else "no interval", budget_note(budget))))
+    return word + ("" if budget in PAPER_LONG else " so far") + (f" ({notes})" if notes else "")
 
 def claim_rows(
     records,   # kept ones
@@ -370,7 +371,7 @@ def figure_hours(row, records) -> tuple: # of `paper_labels`
 def _verdicts(table, cells) -> str:
     "The verdicts of a table's cells, counted."
     words = [r["verdict"].split(" (")[0] for r in cells if r["table"] == table]
-    return ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words))
+    return "; ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words))
 
 def label_lines(records) -> list:
     "A line a table or figure, in the paper's order."

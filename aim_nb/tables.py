@@ -8,7 +8,7 @@ import io, math
 import numpy as np
 import pandas as pd
 from .core import CONTINUAL_METHODS, FEWSHOT_METHODS, Protocol, check_choice, content_key
-from .paper import comparability, compare, hyper, judge, paper_table
+from .paper import budget_note, comparability, compare, hyper, judge, paper_table
 from .records import field
 from .train_continual import USUAL_NORM
 
@@ -61,7 +61,7 @@ def _cells(records, table, coordinates):
     for recs in groups.values():
         where = {c: field(recs[0], c) for c in coordinates}
         labels = dict(budget=recs[0]["budget"]["name"], steps=recs[0]["budget"]["steps"], variant=variant(recs[0], coordinates), runs=meta_test(recs[0]))
-        cells.append(dict(where=where, labels=labels, comparable=comparability(table, where, recs[0]["budget"]),
+        cells.append(dict(where=where, labels=labels, comparable=comparability(table, where, recs[0]["budget"]), note=budget_note(recs[0]["budget"]["name"]),
                           accuracies=[r["metrics"]["accuracy"] for r in recs], cis=[r["metrics"]["ci95"] for r in recs]))
     return cells
 

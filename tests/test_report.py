@@ -75,6 +75,16 @@ def test_aim_alone_does_not_count():
     assert {r["verdict"] for r in findings.cell_rows(records) if r["ours"] is not None} == {"not reached"}
 
 
+def test_shorter_trainings_say_whether_they_count():
+    said = lambda off: {r["verdict"] for r in findings.cell_rows([fewshot(m, off, name="quick") for m in ("sib", "sib+aim")]) if r["ours"] is not None}
+    assert (said(1.), said(-9.)) == ({"other budget"}, {"other budget, not reached"})
+
+
+def test_a_one_cycle_backbone_is_named_in_the_verdict():
+    rows = findings.cell_rows([fewshot(m, name="paper-onecycle") for m in ("sib", "sib+aim")])
+    assert {r["verdict"] for r in rows if r["ours"] is not None} == {"reproduced (no spread, one-cycle backbone)"}
+
+
 def test_another_budgets_plain_method_does_not_help():
     records = [fewshot("sib", name="quick"), fewshot("sib+aim")]
     assert (covered(records), covered(records, "quick")) == (0, 1)
