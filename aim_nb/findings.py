@@ -11,7 +11,7 @@ from . import activation, viz
 from .core import PAPER_LONG, content_key
 from .paper import Seeds, budget_note, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, plain_variant, reached, seed_summary
 from .records import field, read_records, record_name
-from .tables import METHODS, ablation_table, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, variant
+from .tables import METHODS, ablation_table, common_training, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, training_of, variant
 
 # %% auto #0
 __all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
@@ -498,11 +498,10 @@ def _best(records) -> list:
     return list(best.values())
 
 def _one_budget(records) -> list:
-    "Of each dataset the records of one budget, since lines of one figure have had the same training: with two methods or more, the full network before a narrow one, then the most methods, then the longest."
+    "Of each dataset the records of the common training, since lines of one figure have had the same."
     groups = {}
-    for r in records: groups.setdefault(r["dataset"], {}).setdefault(tuple(r["budget"][k] for k in ("steps", "name", "width")), []).append(r)
-    def rank(of, budget): return (min(2, n := len({r["method"] for r in of[budget]})), not budget[-1], n, budget)
-    return [r for of in groups.values() for r in of[max(of, key=lambda b: rank(of, b))]]
+    for r in records: groups.setdefault(r["dataset"], []).append(r)
+    return [r for of in groups.values() for r in of if training_of(r) == common_training(of)]
 
 def activation_figures(records) -> dict:
     "File name -> figure: masks first and last, and the weights over training, of the kept activation records."

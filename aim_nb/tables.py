@@ -15,7 +15,7 @@ from .train_continual import USUAL_NORM
 # %% auto #0
 __all__ = ['METHODS', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'meta_test', 'fewshot_table', 'present',
            'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table', 'continual_curve',
-           'continual_table', 'longest', 'trajectory_markdown']
+           'continual_table', 'training_of', 'common_training', 'main_runs', 'trajectory_markdown']
 
 # %% ../nbs/17_tables.ipynb #c0418ddb
 METHODS = (*FEWSHOT_METHODS, *CONTINUAL_METHODS)
@@ -189,20 +189,39 @@ def continual_table(
     return _frame(judge(compare("continualz", _cells(mine, "continualz", coordinates))), "continualz", coordinates, dict(dataset=dataset))
 
 # %% ../nbs/17_tables.ipynb #d01ef52c
-def longest(records) -> list:
-    "Of the records that differ only in training and seed, those of the longest training."
-    asked = lambda r: content_key([r["task"], r["dataset"], r["method"], variant(r), r["parameters"].get("backbone"), r["parameters"].get("n_shot")])
-    most = {}
-    for r in records: most[asked(r)] = max(most.get(asked(r), 0), r["budget"]["steps"])
-    return [r for r in records if r["budget"]["steps"] == most[asked(r)]]
+def training_of(rec) -> tuple:
+    "Steps, budget and width."
+    return tuple(rec["budget"][k] for k in ("steps", "name", "width"))
 
+def common_training(
+    records, # of one table
+) -> tuple:
+    "The training at which to compare methods: that of two or more, of the full network before a narrow one, of the most methods, the longest."
+    methods = {}
+    for r in records: methods.setdefault(training_of(r), set()).add(r["method"])
+    return max(methods, key=lambda t: (min(2, len(methods[t])), not t[-1], len(methods[t]), t))
+
+def main_runs(records) -> list:
+    "Of each table (dataset, backbone, shots) the records at its methods' common training, and those of each method and variant at its own longest."
+    tables = {}
+    for r in records: tables.setdefault((r["task"], r["dataset"], r["parameters"].get("backbone"), r["parameters"].get("n_shot")), []).append(r)
+    asked, out = lambda r: (r["method"], variant(r)), []
+    for of in tables.values():
+        common, most = common_training([r for r in of if not variant(r)] or of), {}
+        full = [r for r in of if r["budget"]["width"] == common[-1]]
+        for r in full: most[asked(r)] = max(training_of(r), most.get(asked(r), ()))
+        out += [r for r in full if training_of(r) in (common, most[asked(r)])]
+    return out
+
+# %% ../nbs/17_tables.ipynb #b2992f7c
 def trajectory_markdown(
     records, # of continual runs
     dataset,
 ) -> str:
-    "tab:continualz in short: a line a method at its longest training, a column a number of classes, ours and in brackets the paper's."
-    f = continual_table(longest(records), dataset)
-    f = f[f.ours.notna()]
+    "tab:continualz in short: a line a method, those of the common training first, a column a number of classes, ours and in brackets the paper's."
+    mine = main_runs([r for r in records if r["task"] == "continual" and r["dataset"] == dataset])
+    f, common = continual_table(mine, dataset), common_training([r for r in mine if not variant(r)] or mine)
+    f = f[f.ours.notna()].sort_values("steps", key=lambda s: s != common[0], kind="stable")
     ns, line = sorted(f.n_classes.unique()), lambda cells: "| " + " | ".join(map(str, cells)) + " |"
     text = lambda r: f"{r.ours:.1f}" + ("" if pd.isna(r.paper) else f" ({r.paper:.1f})")
     lines = []

@@ -15,6 +15,7 @@ from aim_nb import activation, findings
 from aim_nb.core import Protocol, budget
 from aim_nb.paper import bands, claims, errata, paper_cells, paper_labels, paper_table, paper_value
 from aim_nb.records import new_record, save_record
+from aim_nb.tables import trajectory_markdown
 from aim_nb.train_continual import USUAL_NORM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -177,6 +178,14 @@ def test_meta_tests_of_unequal_effort_are_compared_where_both_have_points():
     assert {(p.values["accuracy"].n, p.keys[0]) for p in again} == {(1, long[0]["key"])}
     wide = long[1] | dict(budget=long[1]["budget"] | dict(width=48))
     assert [r["verdict"] for r in findings.claim_rows([long[0], wide], ["aim-beats-oml"])] == ["not measured"]
+
+
+def test_a_longer_training_never_stands_as_a_partner():
+    "ANML after 4,000 steps has an extra row; beside ANML+AIM stands ANML after 2,000."
+    records = [continual(m, name="paper@2000") for m in ("oml", "anml", "anml+aim")] + [continual("anml", 9., name="paper@4000", runs=3)]
+    lines = [line.split(" | ")[:2] for line in trajectory_markdown(records, "omniglot").splitlines()[2:]]
+    assert lines == [["| OML", "2,000"], ["| ANML", "2,000"], ["| ANML+AIM", "2,000"], ["| ANML", "4,000"]]
+    assert "2,000 of the paper's" in findings.gain_lines(records)[0]
 
 
 def test_sentences_to_quote():
