@@ -74,7 +74,7 @@ class Plan(NamedTuple):
 def plan(mask) -> Plan: # (B, M) bool
     "Sort the pairs in use by mechanism."
     mech, rows = mask.t().nonzero(as_tuple=True)
-    sizes = mech.bincount(minlength=mask.shape[1]).tolist()   # the one place where numbers leave the device
+    sizes = mech.bincount(minlength=mask.shape[1]).tolist()   # to the host, which cuts the blocks
     active = [m for m, n in enumerate(sizes) if n]
     return Plan(rows, mech, active, [sizes[m] for m in active])
 
@@ -188,10 +188,11 @@ def check_input(z, d_in, dtype):
     if not z.ndim or z.shape[-1] != d_in: raise AimError(f"The input has shape {tuple(z.shape)}, but this layer takes {d_in} features in the last dimension.")
     if z.dtype != dtype: raise AimError(f"The input is {z.dtype} and the weights are {dtype}; convert one of them, for instance with .to({dtype}).")
 
-def check_finite(score):
-    "Refuse NaN, wherever it came from: the sum of the scores tells, without a pass over the weights."
+def check_finite(*parts):
+    "Refuse NaN and infinity that reached scores or outputs: their sums tell, without a pass over the weights."
     if torch.compiler.is_compiling(): return    # a compiled graph cannot stop to look
-    if not torch.func.debug_unwrap(score.detach()).sum().isfinite(): raise AimError("The input or the weights hold NaN or infinite values; look at what comes before AIM.")
+    total = sum(torch.func.debug_unwrap(t.detach()).float().sum() for t in parts)
+    if not total.isfinite(): raise AimError("The input or a weight in use is NaN or infinite; look at what comes before AIM and at the learning rate.")
 
 # %% ../nbs/10_aim.ipynb #429cee65
 def check_choices(M, K, l, gate, decision, select):
@@ -273,8 +274,8 @@ class AIM(Attentive):
         check_input(z, self.d_in, self.h.dtype)
         x = z.reshape(-1, self.d_in)
         att = self.attention(x, self.draw_ranks(generator, len(x)) if ranks is None else ranks)
-        check_finite(att.score)
         y = mix(x, self.W_M, att.score, att.mask)
+        check_finite(att.score, y)
         if self.gate == "raw": y = unit(y)[0]
         y = y.reshape(*z.shape[:-1], self.d_out)
         return (y, Attention(*(t.reshape(*z.shape[:-1], self.M) for t in att))) if return_attention else y

@@ -202,7 +202,7 @@ class Moving:
 
     def add(self, name, tensor, step=0, buffer=None):
         "Take in a tensor (copied) whose Adam has seen `step` steps."
-        self.p[name], self.t[name] = tensor.detach().clone(), torch.tensor(float(step))
+        self.p[name], self.t[name] = tensor.detach().clone(), torch.tensor(float(step), device=tensor.device)
         self.g[name] = torch.zeros_like(tensor) if buffer is None else buffer
         self.m[name], self.v[name] = (torch.zeros_like(tensor, requires_grad=False) for _ in range(2))
         return self.p[name]
