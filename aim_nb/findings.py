@@ -9,19 +9,21 @@ from typing import NamedTuple
 import numpy as np
 from . import activation, viz
 from .core import PAPER_LONG, content_key
-from .paper import Seeds, budget_note, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, plain_variant, reached, seed_summary
+from .paper import Seeds, band_place, bands, budget_note, claim_verdict, claims, hyper, in_band, paper_cells, paper_labels, paper_table, paper_value, plain_method, plain_variant, reached, seed_summary
 from .records import field, read_records, record_name
 from .tables import METHODS, ablation_table, common_training, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, training_of, variant
 
 # %% auto #0
-__all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
-           'training_plan', 'coordinates', 'effort', 'points', 'paper_points', 'Pair', 'fits', 'partner', 'se_of',
-           'differences', 'omniglot_gains', 'claim_values', 'setting', 'in_order', 'claim_rows', 'longest',
-           'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows', 'figure_needs', 'figure_rows', 'budgets',
-           'coverage', 'coverage_text', 'backbone_hours', 'run_hours', 'missing', 'figure_hours', 'label_lines',
-           'hours_text', 'cost_text', 'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained',
-           'plain_lines', 'gain_lines', 'records_of', 'block_markdown', 'notebook_links', 'activation_figures',
-           'continual_masks', 'trajectory_figures', 'ablation_figures', 'all_figures', 'table_files']
+__all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'OVER', 'HELD',
+           'NOT_HELD', 'MIXED', 'UNTESTED', 'SO_FAR', 'BOXES', 'measured', 'Point', 'training_plan', 'coordinates',
+           'effort', 'points', 'paper_points', 'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains',
+           'claim_values', 'setting', 'in_order', 'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame',
+           'rows_of', 'cell_rows', 'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text',
+           'backbone_hours', 'run_hours', 'missing', 'figure_hours', 'label_lines', 'hours_text', 'cost_text',
+           'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained', 'plain_lines', 'gain_lines', 'trend',
+           'trend_text', 'band_lines', 'gap_lines', 'box', 'summary_markdown', 'records_of', 'block_markdown',
+           'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures', 'ablation_figures',
+           'all_figures', 'table_files']
 
 # %% ../nbs/18_findings.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -418,41 +420,139 @@ def trained(where, seeds=1) -> str:
     "How long a point was trained, in words."
     full = hyper(where["task"])["steps"].value
     steps = f"the paper's {full:,} steps" if where["steps"] == full else f"{where['steps']:,} of the paper's {full:,} steps"
-    if where["budget"] in PAPER_LONG and where["budget"] != "paper": steps += f" at {where['budget']}"
+    if where["budget"].split("@")[0] != "paper": steps += f" at {where['budget']}"
     return f"{steps}, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 def _groups(items, *coordinates) -> list:
     "Tuples that start with a point, by some coordinates; of each group those of the longest training, by number of classes."
     groups = {}
-    for t in items: groups.setdefault(tuple(t[0].where[c] for c in coordinates), []).append(t)
+    for t in items: groups.setdefault(tuple(t[0].where.get(c) for c in coordinates), []).append(t)
     of_n = lambda t: t[0].where.get("n_classes", 0)
     return [sorted((t for t in g if t[0].where["steps"] == max(t[0].where["steps"] for t in g)), key=of_n) for g in groups.values()]
 
 def _ends(group) -> list: return group[:1] + group[-1:] if len(group) > 1 else group
 
-def plain_lines(records) -> list:
-    "A sentence for each plain continual method on the paper's data."
-    out = []
-    for g in _groups(((p,) for p in sorted(points(records), key=in_order) if p.where["task"] == "continual" and p.where["method"] in ("oml", "anml")), "dataset", "method", "other"):
-        w, n = g[0][0].where, g[0][0].values["accuracy"].n
-        theirs = {r["n_classes"]: r["accuracy"] for r in paper_table("continualz", dataset=w["dataset"], method=w["method"])}
-        said = ", ".join(f"{p.values['accuracy'].mean:.1f} % after {p.where['n_classes']} classes (paper: {theirs[p.where['n_classes']]:.1f})" for p, in _ends(g) if p.where["n_classes"] in theirs)
-        if said: out.append(f"- **{method_label(w['method'])} on {w['dataset']}**{', ' + w['other'] if w['other'] else ''} ({trained(w, n)}): {said}.")
-    return out
+def _place(where) -> str:
+    "Dataset, backbone, shots and switches of a point, in words."
+    return ", ".join(str(p) for p in (where["dataset"], where.get("backbone"), where.get("n_shot") and f"{where['n_shot']}-shot", where["other"]) if p)
+
+def _after(where) -> str: return f" after {where['n_classes']} classes" if "n_classes" in where else ""
 
 # %% ../nbs/18_findings.ipynb #18d3edb8
-def gain_lines(records) -> list:
-    "A sentence for each setting in which AIM stands beside its plain method."
-    mine, theirs, out = sorted(points(records), key=in_order), paper_points(), []
-    for claim, plain in (("aim-beats-sib", "SIB"), ("aim-beats-oml", "OML"), ("aim-beats-anml", "ANML")):
-        paper = {setting(p.where | {"other": ""}): v for p, v, _, _ in claim_values(claim, theirs)}
-        at = ("dataset", "backbone", "n_shot") if plain == "SIB" else ("dataset", "other")
-        for g in _groups((d for d in claim_values(claim, mine) if d[0].where["budget"] != "smoke" and (plain != "SIB" or not d[0].where["other"])), *at):
-            w = g[0][0].where
-            where = f"{w['dataset']}, {w['backbone']}, {w['n_shot']}-shot" if plain == "SIB" else w["dataset"] + (f", {w['other']}" if w["other"] else "")
-            said = [f"{v:+.1f} ± {1.96*se:.1f} points" + (f" at {p.where['n_classes']} classes" if plain != "SIB" else "") + (f" (paper: {t:+.1f})" if (t := paper.get(setting(p.where | {"other": ""}))) is not None else "") for p, v, se, _ in _ends(g)]
-            out.append(f"- **AIM over {plain} on {where}** ({trained(w, min(d[3] for d in g))}): {', '.join(said)}.")
+def plain_lines(records) -> list:
+    "A sentence for each plain method, and for the linear layer in OML (the Baseline), on the paper's data."
+    theirs, out = {(p.where["method"], setting(p.where)): p.values["accuracy"].mean for p in paper_points()}, []
+    paper = lambda p: theirs.get((p.where["method"], setting(p.where | {"other": ""})))
+    mine = ((p,) for p in sorted(points(records), key=in_order) if p.where["method"] in ("sib", "oml", "anml", "oml+linear") and p.where["budget"] != "smoke" and "accuracy" in p.values and paper(p) is not None)
+    for g in _groups(mine, "dataset", "backbone", "n_shot", "method", "other"):
+        w, n = g[0][0].where, g[0][0].values["accuracy"].n
+        said = ", ".join(f"{p.values['accuracy'].mean:.1f} %{_after(p.where)} (paper: {paper(p):.1f})" for p, in _ends(g))
+        learns = w["method"] == "oml+linear" and all(p.values["above_chance"].mean > 1.96*se_of(p.values["above_chance"]) for p, in g)
+        name = "The Baseline, OML+Linear," if w["method"] == "oml+linear" else method_label(w["method"])
+        out.append(f"- **{name} on {_place(w)}** ({trained(w, n)}): {said}" + ("; it learns, where the paper prints chance." if learns else "."))
     return out
+
+# %% ../nbs/18_findings.ipynb #ac88a67c
+OVER = {"aim-beats-sib": "SIB", "aim-beats-sib-linear": "SIB+Linear", "aim-beats-oml": "OML", "aim-beats-oml-linear": "OML+Linear", "aim-beats-anml": "ANML"}
+
+def gain_lines(records) -> list:
+    "A sentence for each setting in which AIM stands beside its plain method or the linear layer of its size."
+    mine, theirs, out = sorted(points(records), key=in_order), paper_points(), []
+    for claim, over in OVER.items():
+        paper = {setting(p.where | {"other": ""}): v for p, v, _, _ in claim_values(claim, theirs)}
+        said = lambda p, v, se: f"{v:+.1f} ± {1.96*se:.1f} points{_after(p.where)}" + (f" (paper: {t:+.1f})" if (t := paper.get(setting(p.where | {"other": ""}))) is not None else "")
+        for g in _groups((d for d in claim_values(claim, mine) if d[0].where["budget"] != "smoke" and ("n_classes" in d[0].where or not d[0].where["other"])), "dataset", "backbone", "n_shot", "other"):
+            w = g[0][0].where
+            out.append(f"- **AIM over {over} on {_place(w)}** ({trained(w, min(d[3] for d in g))}): {', '.join(said(*d[:3]) for d in _ends(g))}.")
+    return out
+
+# %% ../nbs/18_findings.ipynb #5ad35ee1
+def trend(
+    steps,      # of at least two trainings
+    accuracies,
+    at,         # steps to carry it on to
+) -> tuple:
+    "Points gained with every doubling of training, and where the line stands at `at` steps."
+    slope, start = np.polyfit(np.log2(steps), accuracies, 1)
+    return float(slope), float(start + slope*np.log2(at))
+
+def _full_curves(method, records) -> dict:
+    "Steps -> {number of classes: point} of a method on Omniglot at full width, at the usual switches."
+    out = {}
+    for p in points(r for r in records if r["task"] == "continual" and (r["dataset"], r["method"]) == ("omniglot", method) and not r["budget"]["width"] and not variant(r)):
+        out.setdefault(p.where["steps"], {})[p.where["n_classes"]] = p
+    return dict(sorted(out.items()))
+
+def trend_text(method, curves) -> str:
+    "Growth with the length of training at the most classes, as a sentence; empty with fewer than three lengths."
+    if len(curves) < 3: return ""
+    full, n = hyper("continual")["steps"].value, max(set(bands(method)).intersection(*curves.values()))
+    slope, then = trend(list(curves), [c[n].values["accuracy"].mean for c in curves.values()], full)
+    (low, high), theirs = bands(method)[n], paper_value("continualz", dataset="omniglot", method=method, n_classes=n)[0]
+    lengths = ", ".join(f"{k:,}" for k in curves)
+    return f" Over {lengths} steps it gains {slope:.1f} points at {n} classes with every doubling; by that trend (an extrapolation) {full:,} steps would give {then:.0f} % (band {low:g}-{high:g}, paper {theirs:.1f})."
+
+# %% ../nbs/18_findings.ipynb #ef055bea
+def _one_budget(records) -> list:
+    "Of each dataset the records of the common training, since lines of one figure have had the same."
+    groups = {}
+    for r in records: groups.setdefault(r["dataset"], []).append(r)
+    return [r for of in groups.values() for r in of if training_of(r) == common_training(of)]
+
+def band_lines(records) -> list:
+    "A sentence for plain OML and ANML on Omniglot: where the longest training stands against the bands, and how it grows."
+    out = []
+    for m in ("oml", "anml"):
+        if not (curves := _full_curves(m, records)): continue
+        last = {n: p.values["accuracy"].mean for n, p in list(curves.values())[-1].items()}
+        place = {n: band_place(m, n, last[n]) for n in bands(m) if n in last}
+        off = lambda n: "" if place[n] == "inside" else f"{max(bands(m)[n][0] - last[n], last[n] - bands(m)[n][1]):.1f} "
+        said = ", ".join(f"{last[n]:.1f} % at {n} classes ({off(n)}{place[n]} {bands(m)[n][0]:g}-{bands(m)[n][1]:g})" for n in place)
+        p = next(iter(list(curves.values())[-1].values()))
+        out.append(f"- **{method_label(m)} against the bands of re-runs** ({trained(p.where)}): {said}; the bands are {'met' if in_band(m, last) else 'not met'}.{trend_text(m, curves)}")
+    return out
+
+def gap_lines(records) -> list:
+    "A sentence a dataset: how far accuracy on the images learnt from stands above that on held-out ones, after as many classes as all methods have learnt."
+    out = []
+    mine = [r for r in records if r["task"] == "continual" and not variant(r) and r["budget"]["name"] != "smoke"]
+    for d in sorted({r["dataset"] for r in mine}):
+        here = points(_one_budget(r for r in mine if r["dataset"] == d))
+        n = max(set.intersection(*({p.where["n_classes"] for p in here if p.where["method"] == m} for m in {p.where["method"] for p in here})))
+        at = sorted((p for p in here if p.where["n_classes"] == n), key=lambda p: METHODS.index(p.where["method"]))
+        said = ", ".join(f"{method_label(p.where['method'])} {p.values['gap'].mean:.1f} ± {1.96*se_of(p.values['gap']):.1f}" for p in at)
+        out.append(f"- **Images learnt from over held-out images on {d}** ({trained(at[0].where)}), points after {n} classes: {said}.")
+    return out
+
+# %% ../nbs/18_findings.ipynb #ffffdea2
+HELD, NOT_HELD, MIXED, UNTESTED, SO_FAR = "Held", "Did not hold", "Mixed or undecided", "Could not be tested here", ", so far (training shorter than the paper's)"
+BOXES = (HELD, NOT_HELD, HELD + SO_FAR, NOT_HELD + SO_FAR, MIXED, UNTESTED)
+
+def box(verdicts) -> str:
+    "The box for the verdicts of a claim's settings that count."
+    words = [v.split()[0] for v in verdicts]
+    most = lambda word, never: 2*words.count(word) > len(words) and never not in words
+    word = HELD if most("supported", "contradicted") else NOT_HELD if most("contradicted", "supported") else MIXED if words else UNTESTED
+    return word + SO_FAR if word in (HELD, NOT_HELD) and any("so far" in v for v in verdicts) else word
+
+def _right(records):
+    "A function that tells whether the plain method behind a row of `claim_rows` is right at that budget."
+    at = lambda w, method: (w["dataset"], w.get("backbone"), w.get("n_shot"), w.get("n_classes"), plain_method(method), w["budget"], w["steps"])
+    right = {at(r, r.get("method") or "sib+aim") for r in cell_rows(records) if r["covered"]}
+    return lambda row: row["where"]["task"] == "activation" or at(row["where"], row["where"]["method"]) in right
+
+# %% ../nbs/18_findings.ipynb #db3a432d
+def summary_markdown(records) -> str:
+    "The claims by box, each with the verdicts that count and their budgets."
+    right, boxes, theirs = _right(records), {b: [] for b in BOXES}, {r["dataset"] for r in paper_cells()}
+    for c in claims():
+        ours = [g for g in longest(claim_rows(records, [c["id"]])) if g[0]["where"].get("dataset") in theirs - {c.get("besides")} and g[0]["budget"] != "smoke"]
+        rows = [r for g in ours if 2*sum(map(right, g)) >= len(g) for r in g if right(r)]
+        words = [r["verdict"].split()[0] for r in rows]
+        said = ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) or ("measured, but the plain method is not reached" if ours else "no records")
+        at = ", ".join(dict.fromkeys(r["budget"] for r in rows))
+        boxes[box([r["verdict"] for r in rows])].append(f"- {c['text']} ({c['section']}; {said}{' at ' + at if at else ''})")
+    return "\n\n".join(f"**{b}**\n\n" + "\n".join(lines) for b, lines in boxes.items() if lines)
 
 # %% ../nbs/18_findings.ipynb #44f993ec
 def records_of(
@@ -496,12 +596,6 @@ def _best(records) -> list:
         q = r["parameters"]
         best.setdefault((r["dataset"], r["method"], q.get("backbone"), q.get("n_shot"), q.get("masks_of")), r)
     return list(best.values())
-
-def _one_budget(records) -> list:
-    "Of each dataset the records of the common training, since lines of one figure have had the same."
-    groups = {}
-    for r in records: groups.setdefault(r["dataset"], []).append(r)
-    return [r for of in groups.values() for r in of if training_of(r) == common_training(of)]
 
 def activation_figures(records) -> dict:
     "File name -> figure: masks first and last, and the weights over training, of the kept activation records."

@@ -284,7 +284,7 @@ def judge(
 
 # %% ../nbs/01_paper.ipynb #701764f0
 def claims() -> list:
-    "What the paper claims: id, text, section, labels, metric, field, relation, bound, rule."
+    "What the paper claims: id, text, section, labels, metric, field, relation, bound, rule, and `besides`, the dataset that a claim leaves out."
     return tomllib.loads(_data("claims.toml"))["claim"]
 
 def claim_verdict(

@@ -190,10 +190,36 @@ def test_a_longer_training_never_stands_as_a_partner():
 
 def test_sentences_to_quote():
     records = [continual("oml", 2.), continual("oml", 5., name="paper@500"), continual("oml+aim", 1., name="paper@500"), fewshot("sib"), fewshot("sib+aim", -1.)]
-    (plain,), gains = findings.plain_lines(records), findings.gain_lines(records)
+    (sib, plain), gains = findings.plain_lines(records), findings.gain_lines(records)
+    assert "SIB on cifar-fs, conv4, 1-shot" in sib and "68.7 % (paper: 68.7)" in sib
     assert "OML on omniglot" in plain and "the paper's 20,000 steps, one seed" in plain and "96.3 % after 10 classes (paper: 94.3)" in plain
     assert len(gains) == 2 and "AIM over SIB on cifar-fs, conv4, 1-shot" in gains[0] and "+1.4 ± 0.6 points (paper: +2.4)" in gains[0]
-    assert "500 of the paper's 20,000 steps" in gains[1] and "at 600 classes" in gains[1]
+    assert "500 of the paper's 20,000 steps" in gains[1] and "after 600 classes" in gains[1]
+
+
+def test_the_linear_layer_is_said_to_learn_only_where_it_does():
+    say = lambda shift: findings.plain_lines([continual("oml+linear", shift, name="paper@500")])[0]
+    assert "it learns" in say(50.) and "it learns" not in say(0.)
+    (line,) = findings.gain_lines([continual("oml+linear", 50., name="paper@500"), continual("oml+aim", 1., name="paper@500")])
+    assert "AIM over OML+Linear on omniglot" in line
+
+
+def test_where_plain_methods_are_heading():
+    "Four points a doubling from 30 below the paper's ANML: 20,000 steps are 5.3 doublings on; two lengths make no trend, and a narrow network is none of them."
+    lengths = [continual("anml", -30. + 4*i, name=f"paper@{500*2**i}") for i in range(3)]
+    (line,) = findings.band_lines([*lengths, continual("anml", 20., name="quick")])
+    assert "gains 4.0 points at 600 classes" in line and "extrapolation" in line and f"would give {63.4 - 30 + 4*np.log2(40):.0f} %" in line and "not met" in line
+    assert "extrapolation" not in findings.band_lines(lengths[:2])[0]
+
+
+def test_claims_in_boxes():
+    boxes = lambda records: {line[2:]: b.splitlines()[0] for b in findings.summary_markdown(records).split("\n\n**") for line in b.splitlines()[2:]}
+    where = lambda records, text: next(b.strip("*") for line, b in boxes(records).items() if line.startswith(text))
+    runs = lambda shift, name: [continual("oml", shift, name=name), continual("oml+aim", 1., name=name)]
+    assert where(runs(0., "paper"), "Adding AIM to OML") == findings.HELD
+    assert where(runs(45., "paper@500"), "Adding AIM to OML") == findings.NOT_HELD + findings.SO_FAR
+    assert where(runs(-40., "paper"), "Adding AIM to OML") == where([], "Adding AIM to OML") == findings.UNTESTED
+    assert where([continual("anml"), continual("anml+aim")], "Adding AIM to ANML") == findings.UNTESTED      # the claim leaves Omniglot out
 
 
 def test_a_figure_is_of_one_budget_with_the_most_methods():
