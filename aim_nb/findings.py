@@ -4,22 +4,22 @@
 
 # %% ../nbs/18_findings.ipynb #a57af10b
 from __future__ import annotations
-import math
+import functools, math, re
 from typing import NamedTuple
 import numpy as np
-from . import activation, viz
-from .core import PAPER_LONG, content_key
+from . import activation, sweep, viz
+from .core import PAPER_LONG, content_key, project_root
 from .paper import Seeds, band_place, bands, budget_note, claim_verdict, claims, hyper, in_band, paper_cells, paper_labels, paper_table, paper_value, plain_method, plain_variant, reached, seed_summary
-from .records import field, read_records, record_name
+from .records import IDENTITY, field, read_records, record_name
 from .tables import METHODS, ablation_table, common_training, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, training_of, variant
 
 # %% auto #0
-__all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'OVER', 'HELD',
-           'NOT_HELD', 'MIXED', 'UNTESTED', 'SO_FAR', 'BOXES', 'measured', 'Point', 'training_plan', 'coordinates',
-           'effort', 'points', 'paper_points', 'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains',
-           'claim_values', 'setting', 'in_order', 'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame',
-           'rows_of', 'cell_rows', 'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text',
-           'backbone_hours', 'run_hours', 'missing', 'figure_hours', 'label_lines', 'hours_text', 'cost_text',
+__all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'OVER', 'HELD', 'NOT_HELD', 'MIXED', 'UNTESTED', 'SO_FAR',
+           'BOXES', 'measured', 'Point', 'training_plan', 'coordinates', 'effort', 'points', 'paper_points', 'Pair',
+           'fits', 'partner', 'se_of', 'differences', 'omniglot_gains', 'claim_values', 'setting', 'in_order',
+           'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows', 'figure_needs',
+           'figure_rows', 'budgets', 'coverage', 'coverage_text', 'paper_run', 'run_hours', 'backbone_hours', 'missing',
+           'figure_hours', 'unmade', 'plan_lines', 'unmade_markdown', 'label_lines', 'hours_text', 'cost_text',
            'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained', 'plain_lines', 'gain_lines', 'trend',
            'trend_text', 'band_lines', 'gap_lines', 'box', 'summary_markdown', 'records_of', 'block_markdown',
            'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures', 'ablation_figures',
@@ -318,32 +318,27 @@ def coverage_text(records) -> str:
     return "\n".join(f"budget {c['budget']}: {c['cells']} of {c['of_cells']} table cells and {c['figures']} of {c['of_figures']} figures" for c in coverage(records))
 
 # %% ../nbs/18_findings.ipynb #2f82ec55
-RATE = 32e9 # multiply-adds a second: Conv-4-64's 70 epochs in about an hour
-MACS = {("conv4", "cifar-fs"): 14.2e6, ("conv4", "mini-imagenet"): 88.5e6, ("wrn-28-10", "cifar-fs"): 5.24e9, ("wrn-28-10", "mini-imagenet"): 8.19e9,
-        ("oml", "omniglot"): 146e6, ("oml", "cifar100"): 191e6, ("oml", "mini-imagenet"): 530e6, ("anml", "omniglot"): 98e6, ("anml", "cifar100"): 139e6, ("anml", "mini-imagenet"): 1339e6}
-STEP = {("conv4", "cifar-fs"): .03, ("conv4", "mini-imagenet"): .15, ("wrn-28-10", "cifar-fs"): .08, ("wrn-28-10", "mini-imagenet"): .08} # seconds on given features
-IMAGES = 64*600
+def paper_run(
+    where, # task, dataset, method; backbone, K and l where they apply
+) -> sweep.Run:
+    "The run behind a cell at the paper's budget; with AIM all fast weights move at meta-test, as in the paper."
+    own = {k: where[k] for k in ("dataset", "method", "backbone", "K", "l") if where.get(k) is not None}
+    fast = dict(metatest_update="fast") if where["task"] == "continual" and "aim" in where["method"] else {}
+    return sweep.Run(where["task"], own | dict(budget="paper", protocol=fast))
+
+def run_hours(where) -> float:
+    "Hours of meta-training and testing one seed at the paper's budget, on one core."
+    return sweep.seconds(paper_run(where))/3600
 
 def backbone_hours(backbone, dataset) -> float:
-    "Pretraining (70 epochs, three passes each) and a bank of ten views, once for each backbone and dataset."
-    return (70*3 + 10)*IMAGES*MACS[backbone, dataset]/RATE/3600
-
-def run_hours(
-    where,      # task, dataset, method, backbone
-    records=(), # kept ones, whose seconds count more than an estimate
-) -> tuple:
-    "Hours of meta-training one seed at the paper's budget, and whether that is `measured` or `estimated`."
-    steps = hyper(where["task"])["steps"].value
-    same = [r for r in records if all((r["parameters"].get(k) if k == "backbone" else r[k]) == v for k, v in where.items()) and r["seconds"] and not r["budget"]["width"]]
-    if same: return max(same, key=lambda r: r["budget"]["steps"])["seconds"]/max(r["budget"]["steps"] for r in same)*steps/3600, "measured"
-    if where["task"] == "fewshot": return steps*STEP[where["backbone"], where["dataset"]]/3600, "estimated"
-    return steps*84*3*MACS[where["method"].split("+")[0], where["dataset"]]/RATE/3600, "estimated"
+    "Hours of pretraining and of computing the features, once for each backbone and dataset, on one core."
+    return sweep.backbone_seconds(paper_run(dict(task="fewshot", dataset=dataset, method="sib", backbone=backbone)))/3600
 
 # %% ../nbs/18_findings.ipynb #849207ed
 def _run(row):
     "The training run behind a table row."
     task = "continual" if row["table"] == "continualz" else "fewshot"
-    return dict(task=task, dataset=row["dataset"], method=row.get("method") or "sib+aim") | ({} if task == "continual" else {"backbone": row["backbone"]})
+    return dict(task=task, dataset=row["dataset"], method=row.get("method") or "sib+aim") | {k: row[k] for k in ("backbone", "K", "l") if row.get(k) is not None}
 
 def missing(records, seeds=3) -> list:
     "Table blocks with cells that do not count at the paper's budget: how many cells, runs and hours."
@@ -356,9 +351,8 @@ def missing(records, seeds=3) -> list:
         done = {at(r) for r in rows if r["covered"] and r["budget"] in PAPER_LONG}
         left = {at(r): r for r in rows if at(r) not in done}
         runs = {tuple(r.get(k) for k in _CELL if k != "n_classes"): _run(r) for r in left.values()}
-        hours = [run_hours(w, records) for w in runs.values()]
-        if left: out.append(dict(table=table, dataset=dataset, backbone=backbone or "", cells=len(left), runs=len(runs)*seeds, hours=seeds*sum(h for h, _ in hours),
-                                 backbone_hours=backbone_hours(backbone, dataset) if backbone else 0., basis="measured" if all(b == "measured" for _, b in hours) else "estimated"))
+        if left: out.append(dict(table=table, dataset=dataset, backbone=backbone or "", cells=len(left), runs=len(runs)*seeds, hours=seeds*sum(map(run_hours, runs.values())),
+                                 backbone_hours=backbone_hours(backbone, dataset) if backbone else 0.))
     return out
 
 # %% ../nbs/18_findings.ipynb #7c131d03
@@ -366,8 +360,36 @@ def figure_hours(row, records) -> tuple: # of `paper_labels`
     "For the parts of a figure that no kept record at the paper's budget holds: hours of meta-training, one seed, and of the backbones they stand on."
     mine = points(records)
     lack = [n for n in figure_needs(row) if not any(fits(p, n) and p.where["budget"] in PAPER_LONG for p in mine)]
-    runs = [{k: n[k] for k in ("dataset", "method", "backbone") if k in n} | dict(task="fewshot" if "sib" in n["method"] else "continual") for n in lack]
-    return sum(run_hours(r, records)[0] for r in runs), sum(backbone_hours(*b) for b in {(r["backbone"], r["dataset"]) for r in runs if "backbone" in r})
+    runs = [n | dict(task="fewshot" if "sib" in n["method"] else "continual") for n in lack]
+    return sum(map(run_hours, runs)), sum(backbone_hours(*b) for b in {(r["backbone"], r["dataset"]) for r in runs if "backbone" in r})
+
+# %% ../nbs/18_findings.ipynb #942a4577
+@functools.cache
+def _planned() -> dict:
+    "Plan -> its runs, of the plans for this reproduction."
+    return {p.stem: sweep.expand(p) for p in sorted((project_root()/"plans").glob("2*.toml"))}
+
+def _asked(identity, small=False) -> str:
+    "What a run or a record asks, but for the version of its data; with `small` whatever its meta-test costs."
+    asked = {k: identity[k] for k in IDENTITY if k != "data_sha"}
+    return content_key(asked | dict(budget=training_plan(asked["budget"])) if small else asked)
+
+def unmade(records) -> dict:
+    "Plan -> [(run, whether a smaller meta-test of it is kept)] for the planned runs without a record."
+    done, small = ({_asked(r, s) for r in records if r["task"] in ("fewshot", "continual")} for s in (False, True))
+    return {plan: [(r, _asked(sweep.question(r), True) in small) for r in runs if _asked(sweep.question(r)) not in done] for plan, runs in _planned().items()}
+
+def plan_lines(records) -> list:
+    "A line a plan: how many of its runs have no record, and what they cost on one core, backbones counted once."
+    return [f"{plan:<22} {len(left):>3} of {len(_planned()[plan]):>3} runs without a record" + (f": {hours_text(sweep.total_seconds([r for r, _ in left])/3600)}" if left else "") for plan, left in unmade(records).items()]
+
+def unmade_markdown(records) -> str:
+    "The planned runs without a record as a Markdown table, seeds together, each with its cost on one core, backbone not counted."
+    rows = {}
+    for plan, left in unmade(records).items():
+        for run, small in left: rows.setdefault((plan, re.sub(r"seed \d+ ", "", sweep.name(run)), small), []).append(run)
+    lines = [f"| {plan} | {name} | {len(runs)} | {hours_text(sum(map(sweep.seconds, runs))/3600)} | {'a smaller meta-test' if small else '–'} |" for (plan, name, small), runs in rows.items()]
+    return "\n".join(["| Plan | Run | Seeds | One core | Kept |", "|---|---|---|---|---|", *lines])
 
 # %% ../nbs/18_findings.ipynb #0c1ae072
 def _verdicts(table, cells) -> str:
@@ -394,8 +416,8 @@ def parts_text(row) -> str: # of `figure_rows`
     return ", ".join(f"{n} of {row['needs']} parts at {b}" for b, n in row["have"].items() if n) or "not made"
 
 def missing_lines(records) -> list:
-    "A line a block of cells that are missing at the paper's budget, with the cost on two CPU cores."
-    return [f"tab:{m['table']:<12} {m['dataset']:<14} {m['backbone']:<10} {m['cells']:>3} cells, {m['runs']:>3} runs: {cost_text(m['hours'], m['backbone_hours'])} ({m['basis']})" for m in missing(records)]
+    "A line a block of cells that are missing at the paper's budget, with the cost on one core."
+    return [f"tab:{m['table']:<12} {m['dataset']:<14} {m['backbone']:<10} {m['cells']:>3} cells, {m['runs']:>3} runs: {cost_text(m['hours'], m['backbone_hours'])}" for m in missing(records)]
 
 # %% ../nbs/18_findings.ipynb #0d427607
 def claim_lines(records) -> list:
@@ -412,7 +434,7 @@ def report_text(
     "The whole report as plain text."
     records = read_records() if records is None else records
     parts = [(f"{len(records)} records", coverage_text(records).splitlines()), ("Tables and figures, in the paper's order", label_lines(records)),
-             ("Claims", claim_lines(records)), ("Missing at the paper's budget, three seeds, two CPU cores", missing_lines(records))]
+             ("Claims", claim_lines(records)), ("Missing at the paper's budget, three seeds, one core", missing_lines(records)), ("Planned for this machine (plans/2*.toml), one core", plan_lines(records))]
     return "\n\n".join(title + "\n" + "\n".join("  " + line for line in lines) for title, lines in parts) + "\n"
 
 # %% ../nbs/18_findings.ipynb #d114ac29

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
-from aim_nb import activation, findings
+from aim_nb import activation, findings, sweep
 from aim_nb.core import Protocol, budget
 from aim_nb.paper import bands, claims, errata, paper_cells, paper_labels, paper_table, paper_value
 from aim_nb.records import new_record, save_record
@@ -245,10 +245,20 @@ def test_text_is_plain_and_complete():
     assert all(len(line) < 200 for line in text.splitlines())
 
 
-def test_costs_come_from_records_where_there_are_any():
-    records = [fewshot("sib+aim", name="quick") | dict(seconds=400.)]
-    hours, basis = findings.run_hours(dict(task="fewshot", dataset="cifar-fs", backbone="conv4", method="sib+aim"), records)
-    assert basis == "measured" and abs(hours - 400/4000*50000/3600) < 1e-9
+def test_costs_are_the_sweeps_own():
+    "One estimate for all: a block costs what `aim-nb sweep` says of the same runs, and a meta-test does not grow with the training."
+    runs = [r for r in sweep.expand("few-shot-cifar-fs-wrn") if r.settings["seed"] == 0]
+    row = next(m for m in findings.missing([], seeds=1) if (m["table"], m["dataset"], m["backbone"]) == ("few-shot", "cifar-fs", "wrn-28-10"))
+    assert abs(row["hours"]*3600 - sum(map(sweep.seconds, runs))) < 1 and 20 < row["backbone_hours"]/24 < 22
+    where = dict(task="continual", dataset="omniglot", method="anml+aim")
+    assert findings.run_hours(where)*3600 == sweep.training_seconds(findings.paper_run(where)) + sweep.testing_seconds(findings.paper_run(where))
+
+
+def test_planned_runs_without_a_record_are_listed():
+    plans = [p.stem for p in sorted((ROOT / "plans").glob("2*.toml"))]
+    assert list(findings.unmade([])) == plans and all(findings.unmade([]).values())
+    text = findings.report_text([])
+    assert all(p in text for p in plans) and "| 2b-omniglot | omniglot oml paper@2000" in findings.unmade_markdown([])
 
 
 def test_figures_are_named_as_the_paper_names_them():
