@@ -22,8 +22,8 @@ __all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'OVER', 
            'figure_hours', 'unmade', 'plan_lines', 'unmade_markdown', 'label_lines', 'hours_text', 'cost_text',
            'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained', 'plain_lines', 'gain_lines', 'trend',
            'trend_text', 'band_lines', 'gap_lines', 'box', 'summary_markdown', 'records_of', 'block_markdown',
-           'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures', 'ablation_figures',
-           'all_figures', 'table_files']
+           'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures', 'forgetting_figures',
+           'forgetting_markdown', 'ablation_figures', 'all_figures', 'table_files']
 
 # %% ../nbs/18_findings.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -657,6 +657,28 @@ def trajectory_figures(records) -> dict:
     return out
 
 # %% ../nbs/18_findings.ipynb #9ce4beb1
+def _aged(records) -> dict:
+    "Dataset -> {(method, what moves): record} of the common training, where the accuracy of each class is known."
+    mine, out = _one_budget(r for r in records if r["task"] == "continual" and variant(r) in PAPERS_OWN and "by_age" in r["metrics"]), {}
+    for own in PAPERS_OWN:
+        for r in sorted(_best(r for r in mine if variant(r) == own), key=lambda r: METHODS.index(r["method"])): out.setdefault(r["dataset"], {})[r["method"], own] = r
+    return dict(sorted(out.items()))
+
+def forgetting_figures(records) -> dict:
+    "File name -> figure: accuracy of each class over how long ago it was learnt, for each dataset."
+    ages = lambda of, moves: {m: r["metrics"]["by_age"] for (m, own), r in of.items() if own == moves}
+    return {f"forgetting_{d}": viz.forgetting_curves(*(ages(of, own) for own in PAPERS_OWN), f"{d}, {next(iter(of.values()))['budget']['steps']:,} steps") for d, of in _aged(records).items()}
+
+def forgetting_markdown(records) -> str:
+    "The number for each method: accuracy on the quarter of the classes learnt first and last, and the difference."
+    lines = ["| Dataset | Method | Steps | Runs | Classes | First quarter | Last quarter | Forgotten |", "|---|---|---|---|---|---|---|---|"]
+    for d, of in _aged(records).items():
+        for (m, own), r in of.items():
+            ages = r["metrics"]["by_age"]; q = max(1, len(ages)//4)
+            lines.append(f"| {d} | {method_label(m)}{', ' + own if own else ''} | {r['budget']['steps']:,} | {meta_test(r)} | {len(ages)} | {np.mean(ages[:q]):.1f} | {np.mean(ages[-q:]):.1f} | {r['metrics']['forgetting']:+.1f} |")
+    return "\n".join(lines)
+
+# %% ../nbs/18_findings.ipynb #b1fd215e
 def _swept(table, records, block):
     "The curves of an ablation table for one block, of its longest budget."
     f = ablation_table(records, table, *block)
@@ -675,7 +697,7 @@ def ablation_figures(records) -> dict:
 def all_figures(records=None) -> dict: # default: the kept ones
     "File name -> figure, for everything that the records can draw."
     if records is None: records = read_records()
-    drawers = (activation_figures, continual_masks, trajectory_figures, ablation_figures)
+    drawers = (activation_figures, continual_masks, trajectory_figures, forgetting_figures, ablation_figures)
     return {name: fig for draw in drawers for name, fig in draw(records).items()}
 
 # %% ../nbs/18_findings.ipynb #7c6ade8f

@@ -267,6 +267,13 @@ def test_figures_are_named_as_the_paper_names_them():
     assert all(re.fullmatch(r"[\w.+-]+", n) for n in names)
 
 
+def test_forgetting_is_drawn_and_numbered():
+    ages = lambda method, *by_age: (r := continual(method, name="paper@500")) | dict(metrics=r["metrics"] | dict(by_age=list(by_age), forgetting=by_age[-1] - by_age[0]))
+    records = [ages("oml", 80., 70., 60., 75.), ages("oml+aim", 10., 20., 60., 90.), continual("anml", name="paper@500")]
+    assert "forgetting_omniglot" in findings.all_figures(records) and "forgetting_omniglot" not in findings.all_figures(records[2:])
+    assert [line.split(" | ")[-1] for line in findings.forgetting_markdown(records).splitlines()[2:]] == ["-5.0 |", "+80.0 |"]
+
+
 def test_halving_and_slow_masks_never_pose_as_the_papers():
     halving = activation.activation_record(fewshot("sib+aim"), dict(step=[0, 1], mask=np.ones((2, 4, 32))), "abcd", "slow", "halving")
     assert findings.all_figures([halving]) == {}
