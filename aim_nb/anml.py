@@ -10,7 +10,7 @@ from torch.func import functional_call
 import torch.nn.functional as F
 from .backbones import make_backbone, pool2
 from .core import AimError, check_choice
-from .oml import FastTail, Tail, draw_all_ranks, explicit_loss, linear, make_layer, reduced
+from .oml import FastTail, Tail, draw_all_ranks, explicit_logits, linear, make_layer, reduced
 
 # %% auto #0
 __all__ = ['ANML', 'FastP', 'FastLastNorm', 'anml_loss', 'gated_steps']
@@ -102,11 +102,12 @@ def anml_loss(
     order="first",     # second order is computed the explicit way
     generator=None,    # for the stochastic choice of ranks
 ):
-    "The meta-loss. Returns (loss, logits of the meta-batch, logits met in the inner loop)."
+    "The meta-loss. Returns (loss, logits of the meta-batch, logits met in the inner loop; None the explicit way)."
     xi, yi = (x[-n_inner:], y[-n_inner:]) if x_inner is None else (x_inner, y_inner)
     ranks, last = draw_all_ranks(net.tail.layer, len(xi), generator)
     if order == "second":
-        return explicit_loss(net, x, y, xi, yi, net.fast_names(fast_set), lr, order, ranks, last), None, None
+        logits = explicit_logits(net, x, xi, yi, net.fast_names(fast_set), lr, order, ranks, last)
+        return F.cross_entropy(logits, y), logits, None
     gate = net.modulation(x)
     gate_in = gate[-n_inner:].detach() if x_inner is None else net.modulation(xi).detach()
     tail = FastTail(net.tail, lr)

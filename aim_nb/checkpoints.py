@@ -14,7 +14,7 @@ from .core import AimError, atomic_file, content_key, runs_dir
 
 # %% auto #0
 __all__ = ['FORMAT', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity', 'run_lock',
-           'sweep', 'Saved', 'read_saved', 'Saves', 'Checkpoints', 'run_checkpoints']
+           'sweep', 'Saved', 'read_saved', 'Saves', 'Checkpoints', 'shipped_record', 'run_checkpoints']
 
 # %% ../nbs/07_checkpoints.ipynb #ba9cc453
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -212,6 +212,14 @@ class Checkpoints(Saves):
         with run_lock(self.dir):
             sweep(self.dir)
             yield self
+
+# %% ../nbs/07_checkpoints.ipynb #b0f39ef0
+def shipped_record(
+    task, # fewshot | continual
+) -> dict:
+    "The record of the model that comes with the package."
+    models = (load_tensors(p)[1] for p in (Path(str(files("aim_nb")))/"weights").glob("*+aim-*.safetensors"))
+    return next(m["record"] for m in models if m["record"]["task"] == task)
 
 # %% ../nbs/07_checkpoints.ipynb #ac98b5a5
 def run_checkpoints(

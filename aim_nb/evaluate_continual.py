@@ -19,16 +19,25 @@ from .core import AimError, Budget, Protocol, atomic_write, check_choice, progre
 from .tasks import Trajectory, draw_trajectory, eval_view, policy
 
 # %% auto #0
-__all__ = ['RELEASE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'RELEASE_RATES', 'POINTS', 'metatest_rows', 'Frozen', 'frozen',
-           'Outcome', 'fresh_head', 'class_hits', 'Looks', 'Heads', 'run_heads', 'idle_measure', 'gauss_rule',
-           'catch_up_', 'Moving', 'AdamLinear', 'OwnMechanisms', 'AdamAIM', 'AdamTail', 'metatest_reference',
-           'run_tails', 'AdamP', 'run_anml', 'points', 'pick_rates', 'best_mean', 'best_mode', 'Store', 'evaluating',
-           'Setting', 'MetaTest', 'search', 'choose_rates', 'run_points', 'forgetting', 'metatest', 'summary',
-           'validate_continual', 'mechanism_use']
+__all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'RELEASE_RATES', 'POINTS', 'rate_on_test_images',
+           'banners', 'metatest_rows', 'Frozen', 'frozen', 'Outcome', 'fresh_head', 'class_hits', 'Looks', 'Heads',
+           'run_heads', 'idle_measure', 'gauss_rule', 'catch_up_', 'Moving', 'AdamLinear', 'OwnMechanisms', 'AdamAIM',
+           'AdamTail', 'metatest_reference', 'run_tails', 'AdamP', 'run_anml', 'points', 'pick_rates', 'best_mean',
+           'best_mode', 'Store', 'evaluating', 'Setting', 'MetaTest', 'search', 'choose_rates', 'run_points',
+           'forgetting', 'metatest', 'summary', 'validate_continual', 'mechanism_use']
 
 # %% ../nbs/15_evaluate_continual.ipynb #1c615e3e
 RELEASE_BANNER = ("!! protocol=release on omniglot: the classes were meta-trained on, and the images asked about are the images learnt from. "
                   "These accuracies measure memory, not learning; they are not comparable with held-out ones.")
+
+RATE_BANNER = ("!! The learning rate of this meta-test is chosen on the TEST images, as in the release. "
+               "These accuracies are too good; they are not comparable with those of rates chosen without test images.")
+
+def rate_on_test_images(protocol): return "release" in (protocol.metatest_rate, protocol.protocol)
+
+def banners(protocol, dataset) -> list:
+    "What has to be said aloud about a meta-test."
+    return [RELEASE_BANNER]*(protocol.protocol == "release" and dataset == "omniglot") + [RATE_BANNER]*rate_on_test_images(protocol)
 
 def metatest_rows(
     bank,
@@ -560,7 +569,7 @@ def search(
 
 def choose_rates(mt:MetaTest, ns, rates, runs, stream="test") -> dict:
     "A rate for each n, without looking at a test image (unless the protocol asks for the release's way)."
-    if "release" in (mt.protocol.metatest_rate, mt.protocol.protocol): return search(mt, stream, ns, rates, runs, "test", best_mode)
+    if rate_on_test_images(mt.protocol): return search(mt, stream, ns, rates, runs, "test", best_mode)
     small = [n for n in ns if n <= mt.available("val")]
     large = [n for n in ns if n not in small]
     return (search(mt, "val", small, rates, runs) if small else {}) | (search(mt, stream, large, rates, runs, "train") if large else {})
@@ -592,7 +601,7 @@ def metatest(
     store=None, device="cpu",
 ) -> dict:
     "Search the rates, run the trajectories: metrics of a record."
-    if protocol.protocol == "release" and bank.name == "omniglot": print(RELEASE_BANNER)
+    for b in banners(protocol, bank.name): print(b)
     mt = MetaTest(net, bank, norm, protocol, update, seed, store=store, device=device)
     ns, rates = points(bank.name, mt.available("test"), budget.classes), pick_rates(budget.rates)
     streams = {n: "test" if protocol.trajectories == "prefix" else f"test-{n}" for n in ns}

@@ -16,7 +16,7 @@ from .fastweights import FastAIM, FastLinear, split_parameters
 
 # %% auto #0
 __all__ = ['N_OUT', 'linear', 'Tail', 'FastTail', 'inner_steps', 'reduced', 'make_layer', 'OML', 'reset_rows', 'draw_all_ranks',
-           'oml_loss', 'explicit_loss']
+           'oml_loss', 'explicit_logits', 'explicit_loss']
 
 # %% ../nbs/13_oml.ipynb #28d757f2
 def linear(
@@ -187,13 +187,13 @@ def oml_loss(
     return F.cross_entropy(logits, y), logits, met.detach()
 
 # %% ../nbs/13_oml.ipynb #d4ec235f
-def explicit_loss(
+def explicit_logits(
     net,              # any network of fast and slow parameters
-    x, y, x_inner, y_inner,
+    x, x_inner, y_inner,
     fast_names,       # name prefixes of what the inner loop moves
     lr=1e-2, order="first", ranks=None, last=None,
 ):
-    "The meta-loss with explicit fast weights: slow, obvious, for any network."
+    "The meta-batch's logits with explicit fast weights: slow, obvious, for any network."
     fast, slow = split_parameters(net, fast_names)
     start = fast
     for t in range(len(x_inner)):
@@ -202,4 +202,8 @@ def explicit_loss(
         g = torch.autograd.grad(loss, list(fast.values()), create_graph=order == "second", allow_unused=True)
         fast = {k: p if d is None else p - lr*d for (k, p), d in zip(fast.items(), g)}
     if order == "first": fast = {k: start[k] + (p - start[k]).detach() for k, p in fast.items()}
-    return F.cross_entropy(functional_call(net, {**slow, **fast}, (x,), {} if last is None else {"ranks": last}), y)
+    return functional_call(net, {**slow, **fast}, (x,), {} if last is None else {"ranks": last})
+
+def explicit_loss(net, x, y, x_inner, y_inner, *args, **kwargs):
+    "The meta-loss of these logits."
+    return F.cross_entropy(explicit_logits(net, x, x_inner, y_inner, *args, **kwargs), y)

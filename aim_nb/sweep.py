@@ -5,7 +5,6 @@
 # %% ../nbs/19_sweep.ipynb #3e434715
 from __future__ import annotations
 import contextlib, fcntl, functools, inspect, itertools, json, os, queue, socket, time, tomllib, traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from . import train_continual, train_fewshot
@@ -41,7 +40,7 @@ def read_plan(
     return parts
 
 # %% ../nbs/19_sweep.ipynb #529cb3c9
-LISTS = ("shots", "methods", "seeds", "K_values", "l_values", "decisions") # comma-separated in the notebooks
+LISTS = ("shots", "methods", "seeds", "K_values", "l_values", "decisions", "metatest_update") # comma-separated in the notebooks
 
 def typed(name, value, default):
     "`value` if it has the type of `default`."
@@ -79,7 +78,7 @@ class Run(NamedTuple):
     task: str      # fewshot | continual
     settings: dict # arguments of `run_fewshot` or `run_continual`; protocol: the switches that the notebook sets
 
-_COMMON = ("dataset", "backbone", "budget", "steps", "M", "K", "l", "runs", "device", "data_root")
+_COMMON = ("dataset", "backbone", "budget", "steps", "M", "K", "l", *train_continual.METATEST, "device", "data_root")
 
 def _pick(values, names): return {n: values[n] for n in names if n in values}
 
@@ -99,11 +98,10 @@ def ablation_runs(p) -> list:
     return [Run("fewshot", common | r | dict(n_shot=n, seed=s)) for n in numbers(p["shots"]) for r in (*rows, dict(method="sib", protocol={})) for s in _seeds(p)]
 
 def continual_runs(p) -> list:
-    "Those of `30_continual`, where AIM is meta-tested in both ways, and of `31_continual_activation`."
+    "Those of `30_continual`, where AIM is meta-tested in every way asked for, and of `31_continual_activation`."
     common, own = _pick(p, _COMMON), _pick(p, SWITCHES)
-    other = own | dict(metatest_update={"head": "fast", "fast": "head"}[own["metatest_update"]]) if "metatest_update" in own else own
-    ways = lambda m: [own, other] if m.endswith("+aim") and other != own else [own]
-    return [Run("continual", common | dict(method=m, seed=s, protocol=w)) for m in words(p["methods"]) for s in _seeds(p) for w in ways(m)]
+    ways = [own | dict(metatest_update=u) for u in words(own.get("metatest_update", "head"))]
+    return [Run("continual", common | dict(method=m, seed=s, protocol=w)) for m in words(p["methods"]) for s in _seeds(p) for w in (ways if m.endswith("+aim") else ways[:1])]
 
 EXPAND = {"20_fewshot": fewshot_runs, "21_fewshot_ablation": ablation_runs, "22_fewshot_activation": fewshot_runs, "30_continual": continual_runs, "31_continual_activation": continual_runs}
 
@@ -120,8 +118,8 @@ def full(run) -> dict:
 def budget_of(run):
     "The `Budget` of a run."
     s = full(run)
-    b = budget(s["budget"], run.task, s["dataset"], s["steps"])
-    return replace(b, runs=s["runs"]) if s.get("runs") else b
+    if run.task == "continual": return train_continual.continual_budget(s["budget"], s["dataset"], s["steps"], **_pick(s, train_continual.METATEST))
+    return budget(s["budget"], run.task, s["dataset"], s["steps"])
 
 # %% ../nbs/19_sweep.ipynb #7b3f3c32
 def question(
@@ -157,7 +155,7 @@ def name(run) -> str:
     s, usual = full(run), _defaults(run.task)
     moved = {k: s[k] for k in ("M", "K", "l") if "+" in s["method"] and s[k] != usual[k]} | Protocol(**question(run)["protocol"]).changed()
     setting = f"{s['backbone']} {s['method']} {s['n_shot']}-shot" if run.task == "fewshot" else s["method"]
-    return " ".join([s["dataset"], setting, f"seed {s['seed']} {s['budget']}", *([f"steps={s['steps']}"] if s["steps"] else []), *(f"{k}={v}" for k, v in moved.items())])
+    return " ".join([s["dataset"], setting, f"seed {s['seed']} {s['budget']}", *(f"{k}={s[k]}" for k in ("steps", *train_continual.METATEST) if s.get(k)), *(f"{k}={v}" for k, v in moved.items())])
 
 # %% ../nbs/19_sweep.ipynb #6bcba57a
 class Item(NamedTuple):

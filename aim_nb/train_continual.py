@@ -15,7 +15,7 @@ from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import CONTINUAL_METHODS, AimError, Budget, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
 from .core import budget as named_budget
-from .evaluate_continual import RELEASE_BANNER, mechanism_use, metatest, validate_continual
+from .evaluate_continual import banners, mechanism_use, metatest, validate_continual
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .oml import N_OUT, OML, oml_loss, reset_rows
 from .paper import comparability
@@ -23,9 +23,10 @@ from .records import find_record, new_record, save_record
 from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['USUAL_NORM', 'make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee', 'relevant',
-           'continual_identity', 'training_checkpoints', 'sizes', 'aim_twin', 'read_uses', 'log_path', 'read_log',
-           'save_log', 'train_continual', 'run_continual', 'load_continual', 'describe_continual', 'read_continual']
+__all__ = ['USUAL_NORM', 'METATEST', 'make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee', 'relevant',
+           'continual_identity', 'training_checkpoints', 'continual_budget', 'sizes', 'aim_twin', 'read_uses',
+           'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual', 'load_continual',
+           'describe_continual', 'read_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
 USUAL_NORM = "instance"   # of continual runs
@@ -152,6 +153,22 @@ def training_checkpoints(identity):
     own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "parameters", "data_sha")}
     return run_checkpoints("continual", own | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()))
 
+# %% ../nbs/16_train_continual.ipynb #d2ab0469
+METATEST = ("runs", "rates", "rate_runs", "classes")   # of a budget; 0 stands for the budget's own
+
+def continual_budget(
+    budget="quick",       # smoke | quick | paper | paper@N, or a Budget
+    dataset="", steps=0,
+    **metatest,           # runs, rates, rate_runs, classes
+) -> Budget:
+    "The budget, its meta-test as asked."
+    asked = {k: metatest[k] for k in METATEST if metatest.get(k)}
+    for k, n in asked.items():
+        least = 2 if k == "classes" else 1
+        if type(n) is not int or n < least: raise AimError(f"{k}={n!r} should be a whole number of at least {least}, or 0 for the budget's own.")
+    if 7 < asked.get("rates", 0) != 14: raise AimError(f"rates={asked['rates']} is not known; choose 1 to 7, or 14 for the release's list.")
+    return replace(budget if isinstance(budget, Budget) else named_budget(budget, "continual", dataset, steps), **asked)
+
 # %% ../nbs/16_train_continual.ipynb #4ec8d67c
 def sizes(net, aim_like=None) -> dict:
     "Parameters of the network, of its layer and of the whole tail; for the baseline also those of the tail it stands in for."
@@ -201,14 +218,15 @@ def run_continual(
     protocol=Protocol(norm=USUAL_NORM), # the switches
     M=64, K=10, l=2,
     steps=0, runs=0,      # 0: the budget's own
+    rates=0, rate_runs=0, # of the search at meta-test: rates tried, trajectories for each
+    classes=0,            # of the longest trajectory
     data_root="", device="cpu", fresh=None, callbacks=(), notebook="30_continual",
     **others,             # inner, random, n_classes, n_out, lr_in, lr_out of the trainee, where they are not the usual ones
 ) -> dict:
     "The record of one run: found if it was done before, else meta-trained, meta-tested and written."
     check_choice("method", method, CONTINUAL_METHODS)
-    b, bank = budget if isinstance(budget, Budget) else named_budget(budget, "continual", dataset, steps), open_bank(dataset, data_root)
-    if runs: b = replace(b, runs=runs)
-    protocol = relevant(method, protocol)
+    b = continual_budget(budget, dataset, steps, runs=runs, rates=rates, rate_runs=rate_runs, classes=classes)
+    bank, protocol = open_bank(dataset, data_root), relevant(method, protocol)
     identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **others)
     if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)): return found
     t = ContinualTrainee(bank, method, seed, b, protocol, M, K, l, device=pick_device(device), **others)
@@ -256,7 +274,7 @@ def describe_continual(
     lines = [f"{dataset}, budget {b.name}: {b.steps:,} meta-training steps (paper 20,000), {width}.",
              f"Meta-test: {b.runs} runs, {b.rates} rates x {b.rate_runs} trajectories to choose from, {'all classes' if not b.classes else f'at most {b.classes} classes'}; AIM: M={M}, K={K}, l={l}.",
              f"Switches not at their default: {', '.join(f'{k}={v}' for k, v in protocol.changed().items()) or 'none'}. {n_runs} runs to make or find; {word}."]
-    return "\n".join(lines + [RELEASE_BANNER]*(protocol.protocol == "release" and dataset == "omniglot"))
+    return "\n".join(lines + banners(protocol, dataset))
 
 # %% ../nbs/16_train_continual.ipynb #5d4b8584
 def _at_end(record): return np.mean(record["metrics"]["test"], 0)[-1]

@@ -1,4 +1,5 @@
 "Continual learning as a whole: orders of the meta-gradient, lock step, deferred Adam, protocols, resumption, a baseline that learns."
+import os
 import numpy as np
 import pytest
 import torch
@@ -7,8 +8,10 @@ from torch import nn
 from aim_nb import evaluate_continual as ec
 from aim_nb.aim import AIM, LinearTwin
 from aim_nb.anml import ANML, anml_loss
+from aim_nb.bank_sources import find_source
+from aim_nb.banks import bank_dir, open_bank
 from aim_nb.core import CONTINUAL_METHODS, Budget, Protocol, torch_rng
-from aim_nb.oml import OML, Tail, explicit_loss, oml_loss
+from aim_nb.oml import OML, Tail, oml_loss
 from aim_nb.tasks import draw_trajectory
 
 AIM_SIZE = dict(M=6, K=2, l=1, d_h=5, d_k=4)
@@ -133,6 +136,37 @@ def test_protocols_use_the_classes_and_images_they_say(bank):
     learn, ask = ec.metatest_rows(release, "release")
     assert all(np.array_equal(a, b) for a, b in zip(learn, ask)) and set(np.concatenate(learn)) <= seen["train"] | seen["val"]
 
+@pytest.fixture(scope="module")
+def omniglot():
+    if not os.environ.get("AIM_DATA"): pytest.skip("AIM_DATA is not set")
+    if not (bank_dir("omniglot")/"bank.json").exists() and not find_source("omniglot"): pytest.skip("omniglot is not below $AIM_DATA")
+    return open_bank("omniglot")
+
+def sets_of(bank, protocol, stream, n):
+    "Classes of a trajectory, images learnt from, images asked about, and how many of each a class has."
+    t = ec.MetaTest(None, bank, NORM, Protocol(protocol=protocol)).trajectory(stream, 0, n)
+    assert len(t.train) == len(t.test) == n
+    for learn, ask in zip(t.train, t.test): assert len({*bank.labels[learn], *bank.labels[ask]}) == 1, "a row is one class"
+    return set(bank.labels[t.train[:, 0]].tolist()), set(t.train.ravel().tolist()), set(t.test.ravel().tolist()), t.train.shape[1], t.test.shape[1]
+
+@pytest.mark.parametrize("stream, n", [("val", 63), ("test", 600)])
+def test_held_out_trajectories_on_real_omniglot(omniglot, stream, n):
+    "Other classes than meta-training's, other alphabets at the test; 15 images to learn from, 5 others to be asked about."
+    classes, learn, ask, many, few = sets_of(omniglot, "heldout", stream, n)
+    trained = set(omniglot.classes("train").tolist())
+    assert len(classes) == n and not classes & trained and classes <= set(omniglot.classes(stream).tolist())
+    assert (many, few) == (15, 5) and len(learn) == 15*n and len(ask) == 5*n and not learn & ask
+    from aim_nb.train_continual import ContinualTrainee
+    t = ContinualTrainee(omniglot, "oml", 0, Budget("smoke", "continual", 1, 0, width=4))
+    assert not (learn | ask) & {int(r) for c in t.rows for r in c}, "an image of meta-training"
+    if stream == "test": assert not {omniglot.alphabets[c] for c in classes} & {omniglot.alphabets[c] for c in trained}
+
+def test_release_trajectories_on_real_omniglot(omniglot):
+    "The release's overlap, as its banner says: background classes, 20 images learnt from and the same 20 asked about."
+    classes, learn, ask, many, few = sets_of(omniglot, "release", "test", 600)
+    assert classes <= set(range(650)) <= set(omniglot.classes("train").tolist())
+    assert (many, few) == (20, 20) and learn == ask and len(learn) == 20*600
+
 def test_rates_are_chosen_without_test_images(bank):
     calls = []
     class Spy(ec.MetaTest):
@@ -143,6 +177,12 @@ def test_rates_are_chosen_without_test_images(bank):
     assert set(ec.choose_rates(spy, (3, 5, 8), (1e-3, 1e-4), 2).values()) == {1e-3} and calls == [("val", (3, 5)), ("test", (8,))]
     spy = Spy(None, bank, NORM, Protocol(metatest_rate="release"))
     assert set(ec.choose_rates(spy, (3, 8), (1e-3, 1e-4), 2).values()) == {1e-4}      # the release looks at the test images
+
+@pytest.mark.parametrize("said, switch", [(1, dict(protocol="release")), (1, dict(metatest_rate="release")), (0, {})])
+def test_a_rate_chosen_on_test_images_is_said_aloud(bank, capsys, said, switch):
+    b = Budget("smoke", "continual", 0, 0, runs=1, rates=1, rate_runs=1, classes=4)
+    ec.metatest(OML((1, 28, 28), 20, width=4, generator=torch_rng(1)), bank, NORM, Protocol(**switch), b)
+    assert capsys.readouterr().out.count(ec.RATE_BANNER) == said
 
 @pytest.mark.parametrize("trajectories", ["prefix", "independent"])
 def test_metrics_of_a_meta_test(bank, trajectories, tmp_path):
@@ -161,6 +201,18 @@ def test_collapse_is_said(bank):
     t = ContinualTrainee(bank, "oml+aim", 0, Budget("smoke", "continual", 4, 0, width=4, classes=4), M=6, K=2, l=1, n_out=30)
     with torch.no_grad(): t.net.tail.layer.h.zero_(); t.net.tail.layer.W_Q.zero_()     # all scores one half: everybody takes the same K
     with pytest.warns(UserWarning, match="only 2 mechanisms are used .* collapsed"): assert t.note_use(0) == 2
+
+@pytest.mark.parametrize("order", ["first", "second"])
+@pytest.mark.parametrize("method", CONTINUAL_METHODS)
+def test_every_method_steps_in_either_order(bank, method, order):
+    from aim_nb.train_continual import ContinualTrainee
+    b = Budget("smoke", "continual", 1, 0, width=4, classes=4)
+    for how in ("same", "redrawn"):
+        t = ContinualTrainee(bank, method, 0, b, Protocol(order=order, norm="instance", meta_images=how), M=6, K=2, l=1, inner=3, random=8, n_out=30)
+        before = {k: v.clone() for k, v in t.net.state_dict().items()}
+        scores = t.step(0)
+        assert all(np.isfinite(float(v)) for v in scores.values()) and 0 <= scores["acc"] <= 1
+        assert any(not torch.equal(v, before[k]) for k, v in t.net.state_dict().items() if k.startswith(t.net.slow))
 
 def test_the_baseline_learns(bank):
     "The paper's Baseline stands at chance; ours must not: after a little meta-training it keeps new classes apart."

@@ -64,7 +64,7 @@ def keys_asked_by(stem, changes, monkeypatch):
 
 SETS = [("20_fewshot", dict(seeds="0,1", budget="paper@700", aim_update="episode")), ("20_fewshot", dict(backbone="wrn-28-10", K=4, l=0, shots="5", steps=77, decision="soft-test")),
         ("21_fewshot_ablation", dict(shots="1,5", K_values="1,8", budget="paper")), ("30_continual", dict(seeds="0,1", runs=4, order="second", budget="paper@50")),
-        ("30_continual", dict(metatest_update="fast", gate="raw", methods="oml,anml+aim", budget="smoke")), ("22_fewshot_activation", dict(K=4, seed=3)), ("31_continual_activation", dict(seed=2, norm="instance"))]
+        ("30_continual", dict(metatest_update="fast", gate="raw", methods="oml,anml+aim", budget="smoke", rates=1, rate_runs=3, classes=4)), ("22_fewshot_activation", dict(K=4, seed=3)), ("31_continual_activation", dict(seed=2, norm="instance"))]
 
 
 @pytest.mark.parametrize("stem, changes", SETS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
@@ -82,7 +82,7 @@ BAD = [('notebook = "20_fewshot', "is not TOML"), ('dataset = "glyphs"', "should
        ('notebook = "20_fewshot"\nsteps = "many"', "should be a whole number"), ('notebook = "20_fewshot"\nsteps = true', "should be a whole number"), ('notebook = "20_fewshot"\ndataset = ["glyphs", 3]', "should be a text"),
        ('notebook = "20_fewshot"\nseeds = []', "asks for nothing"), ('notebook = "20_fewshot"\nseeds = ["x"]', "separated by commas"), ('notebook = "20_fewshot"\nseeds = 1.5', "whole numbers"), ('notebook = "20_fewshot"\nmethods = "oml"', "choose one of sib"),
        ('notebook = "20_fewshot"\nbudget = "huge"', "choose one of"), ('notebook = "20_fewshot"\nbackbone = "vgg"', "choose one of"), ('notebook = "20_fewshot"\nK = 40', "K=40"), ('notebook = "20_fewshot"\nshots = 0', "at least 1"),
-       ('notebook = "30_continual"\nsteps = -5', "at least 1"), ('notebook = "20_fewshot"\nsteps = [1, [2]]', "should be a whole number")]
+       ('notebook = "30_continual"\nsteps = -5', "at least 1"), ('notebook = "30_continual"\nclasses = 1', "at least 2"), ('notebook = "30_continual"\nrates = 9', "1 to 7"), ('notebook = "30_continual"\nmetatest_update = ["head", "all"]', "choose one of head"), ('notebook = "20_fewshot"\nsteps = [1, [2]]', "should be a whole number")]
 
 
 @pytest.mark.parametrize("text, says", BAD, ids=[s for _, s in BAD])
@@ -130,6 +130,13 @@ def test_plans_cover_every_cell_of_the_papers_tables(monkeypatch):
         where = {k: v for k, v in cell.items() if k in ("dataset", "method", "backbone", "n_shot", "K", "l", "decision")} | {k: v for k, v in wanted[cell["table"]].items() if cell.get("method", "sib+aim") == "sib+aim" or k == "method"}
         assert any(all(m[k] == v for k, v in where.items()) for m in made), f"no plan makes {cell}"
     assert len(paper.paper_cells()) == 319
+
+
+def test_the_omniglot_plan_asks_for_what_is_kept(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    kept = [r for r in read_records(task="continual", dataset="omniglot") if r["budget"]["name"].startswith("paper@") and set(r["parameters"]) <= {"M", "K", "l"}] # what the notebook can ask for
+    asked = {sweep.record_key(sweep.question(r, kept[0]["data_sha"])) for r in sweep.expand("2b-omniglot")}
+    assert kept and {r["key"] for r in kept} <= asked
 
 
 # running
