@@ -13,8 +13,8 @@ from .records import field
 from .train_continual import USUAL_NORM
 
 # %% auto #0
-__all__ = ['METHODS', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'meta_test', 'fewshot_table', 'present',
-           'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table', 'continual_curve',
+__all__ = ['METHODS', 'TRAINEE', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'meta_test', 'fewshot_table',
+           'present', 'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table', 'continual_curve',
            'continual_table', 'training_of', 'common_training', 'main_runs', 'trajectory_markdown']
 
 # %% ../nbs/17_tables.ipynb #c0418ddb
@@ -32,14 +32,16 @@ def moved_switches(rec) -> dict:
     norm = rec["protocol"]["norm"]
     return {k: v for k, v in moved.items() if k != "norm"} | ({"norm": norm} if norm != USUAL_NORM else {})
 
+TRAINEE = ("inner", "random", "n_out", "lr_in", "lr_out")      # in a continual record only where they are not the usual ones
+
 def variant(
     rec,      # a record
     known=(), # what the table's own columns already say
 ) -> str:
-    "What was asked for besides the paper's setting: changed switches, and M, K, l."
+    "What was asked for besides the paper's setting: changed switches, M, K, l, and sizes and rates of meta-training."
     usual = {k: hyper(rec["task"])[k].value for k in ("M", "K", "l")}
     other = {k: v for k, v in rec["parameters"].items() if k in usual and v != usual[k]} if "aim" in rec["method"] else {}
-    other |= moved_switches(rec)
+    other |= moved_switches(rec) | {k: v for k, v in rec["parameters"].items() if k in TRAINEE}
     return ", ".join(f"{k}={v}" for k, v in other.items() if k not in known)
 
 def meta_test(rec) -> str:

@@ -210,6 +210,8 @@ def test_where_plain_methods_are_heading():
     (line,) = findings.band_lines([*lengths, continual("anml", 20., name="quick")])
     assert "gains 4.0 points at 600 classes" in line and "extrapolation" in line and f"would give {63.4 - 30 + 4*np.log2(40):.0f} %" in line and "not met" in line
     assert "extrapolation" not in findings.band_lines(lengths[:2])[0]
+    other = continual("anml", 20., name="paper@4000"); other["parameters"] = dict(lr_in=.1)      # another inner rate is another method
+    assert findings.band_lines([*lengths, other]) == findings.band_lines(lengths) and covered([*lengths, other], "paper@4000") == 0
 
 
 def test_claims_in_boxes():
