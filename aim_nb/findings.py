@@ -4,24 +4,26 @@
 
 # %% ../nbs/18_findings.ipynb #a57af10b
 from __future__ import annotations
-import math
+import functools, math, re
 from typing import NamedTuple
 import numpy as np
-from . import activation, viz
-from .core import PAPER_LONG, content_key
-from .paper import Seeds, claim_verdict, claims, hyper, paper_cells, paper_labels, paper_table, plain_variant, reached, seed_summary
-from .records import field, read_records, record_name
-from .tables import METHODS, ablation_table, continual_curve, continual_table, fewshot_table, method_label, moved_switches, present, table_csv, table_markdown, variant
+from . import activation, sweep, viz
+from .core import PAPER_LONG, content_key, project_root
+from .paper import Seeds, band_place, bands, budget_note, claim_verdict, claims, hyper, in_band, paper_cells, paper_labels, paper_table, paper_value, plain_method, plain_variant, reached, seed_summary
+from .records import IDENTITY, field, read_records, record_name
+from .tables import METHODS, ablation_table, common_training, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, training_of, variant
 
 # %% auto #0
-__all__ = ['AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'RATE', 'MACS', 'STEP', 'IMAGES', 'measured', 'Point',
-           'coordinates', 'points', 'paper_points', 'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains',
-           'claim_values', 'setting', 'in_order', 'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame',
-           'rows_of', 'cell_rows', 'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text',
-           'backbone_hours', 'run_hours', 'missing', 'figure_hours', 'label_lines', 'hours_text', 'cost_text',
-           'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained', 'plain_lines', 'gain_lines',
-           'records_of', 'block_markdown', 'notebook_links', 'activation_figures', 'continual_masks',
-           'trajectory_figures', 'ablation_figures', 'all_figures', 'table_files']
+__all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'OVER', 'HELD', 'NOT_HELD', 'MIXED', 'UNTESTED', 'SO_FAR',
+           'BOXES', 'measured', 'Point', 'training_plan', 'coordinates', 'effort', 'points', 'paper_points', 'Pair',
+           'fits', 'partner', 'se_of', 'differences', 'omniglot_gains', 'claim_values', 'setting', 'in_order',
+           'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows', 'figure_needs',
+           'figure_rows', 'budgets', 'coverage', 'coverage_text', 'paper_run', 'run_hours', 'backbone_hours', 'missing',
+           'figure_hours', 'unmade', 'plan_lines', 'unmade_markdown', 'label_lines', 'hours_text', 'cost_text',
+           'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained', 'plain_lines', 'gain_lines', 'trend',
+           'trend_text', 'band_lines', 'gap_lines', 'box', 'summary_markdown', 'records_of', 'block_markdown',
+           'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures', 'forgetting_figures',
+           'forgetting_markdown', 'ablation_figures', 'all_figures', 'table_files']
 
 # %% ../nbs/18_findings.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -52,6 +54,13 @@ class Point(NamedTuple):
     values: dict # metric -> Seeds
     keys: list   # of the records
 
+EFFORT = ("runs", "rates", "rate_runs")      # of a meta-test: moves the noise of a point, not what it measures
+
+def training_plan(budget) -> str:
+    "What two trainings must have in common to be compared, as a key."
+    free = (*EFFORT, "classes") if budget["task"] == "continual" else ()      # few-shot: `classes` is the data itself
+    return content_key({k: v for k, v in budget.items() if k not in free}, 6)
+
 def coordinates(rec) -> dict:
     "What a record is a measurement of, but for the seed."
     q, known = rec["parameters"], ("K", "l", "decision")
@@ -59,16 +68,23 @@ def coordinates(rec) -> dict:
     other = variant(rec, known) if rec["task"] in ("fewshot", "continual") else ", ".join(f"{k}={v}" for k, v in moved_switches(rec).items())
     if q.get("masks_of") == "slow" and "sib" in rec["method"]: other += "slow weights"
     return own | dict(task=rec["task"], dataset=rec["dataset"], method=rec["method"], budget=rec["budget"]["name"], steps=rec["budget"]["steps"], other=other,
-                      data=rec["data_sha"], plan=content_key(rec["budget"], 6))
+                      data=rec["data_sha"], plan=training_plan(rec["budget"]))
+
+def effort(rec) -> tuple:
+    "How much a meta-test was worth: runs first, then the search for rates."
+    return tuple(rec["budget"][k] for k in EFFORT)
 
 def points(records) -> list:
-    "Records as points, seeds together."
+    "Records as points, seeds together; of a seed that was meta-tested several times the test with the most runs."
     groups = {}
-    for rec in records:
+    for rec in sorted(records, key=effort):
         for extra, values in measured(rec):
             where = coordinates(rec) | extra
-            groups.setdefault(content_key(where), (where, [], []))[1].append(values); groups[content_key(where)][2].append(rec["key"])
-    return [Point(where, {k: seed_summary(*zip(*(v[k] for v in all_))) for k in all_[0] if all(k in v for v in all_)}, keys) for where, all_, keys in groups.values()]
+            groups.setdefault(content_key(where), (where, {}))[1][rec["seed"]] = (values, rec["key"])
+    def point(where, seeds):
+        all_ = [values for values, _ in seeds.values()]
+        return Point(where, {k: seed_summary(*zip(*(v[k] for v in all_))) for k in all_[0] if all(k in v for v in all_)}, [key for _, key in seeds.values()])
+    return [point(*g) for g in groups.values()]
 
 # %% ../nbs/18_findings.ipynb #4a8a1756
 def paper_points() -> list:
@@ -171,7 +187,8 @@ def _judged(claim, value, se, seeds, budget) -> str:
     if budget == "smoke": return "smoke only"
     holds = value > claim["bound"] if claim["relation"] == ">" else value < claim["bound"]
     word = claim_verdict(value, se, claim["relation"], claim["bound"]) if se else "supported" if holds else "contradicted"
-    return word + ("" if budget in PAPER_LONG else " so far") + (" (one seed" + ("" if se else ", no interval") + ")" if seeds == 1 else "")
+    notes = ", ".join(filter(None, ("one seed" if seeds == 1 else "", "" if se else "no interval", budget_note(budget))))
+    return word + ("" if budget in PAPER_LONG else " so far") + (f" ({notes})" if notes else "")
 
 def claim_rows(
     records,   # kept ones
@@ -301,32 +318,27 @@ def coverage_text(records) -> str:
     return "\n".join(f"budget {c['budget']}: {c['cells']} of {c['of_cells']} table cells and {c['figures']} of {c['of_figures']} figures" for c in coverage(records))
 
 # %% ../nbs/18_findings.ipynb #2f82ec55
-RATE = 32e9 # multiply-adds a second: Conv-4-64's 70 epochs in about an hour
-MACS = {("conv4", "cifar-fs"): 14.2e6, ("conv4", "mini-imagenet"): 88.5e6, ("wrn-28-10", "cifar-fs"): 5.24e9, ("wrn-28-10", "mini-imagenet"): 8.19e9,
-        ("oml", "omniglot"): 146e6, ("oml", "cifar100"): 191e6, ("oml", "mini-imagenet"): 530e6, ("anml", "omniglot"): 98e6, ("anml", "cifar100"): 139e6, ("anml", "mini-imagenet"): 1339e6}
-STEP = {("conv4", "cifar-fs"): .03, ("conv4", "mini-imagenet"): .15, ("wrn-28-10", "cifar-fs"): .08, ("wrn-28-10", "mini-imagenet"): .08} # seconds on given features
-IMAGES = 64*600
+def paper_run(
+    where, # task, dataset, method; backbone, K and l where they apply
+) -> sweep.Run:
+    "The run behind a cell at the paper's budget; with AIM all fast weights move at meta-test, as in the paper."
+    own = {k: where[k] for k in ("dataset", "method", "backbone", "K", "l") if where.get(k) is not None}
+    fast = dict(metatest_update="fast") if where["task"] == "continual" and "aim" in where["method"] else {}
+    return sweep.Run(where["task"], own | dict(budget="paper", protocol=fast))
+
+def run_hours(where) -> float:
+    "Hours of meta-training and testing one seed at the paper's budget, on one core."
+    return sweep.seconds(paper_run(where))/3600
 
 def backbone_hours(backbone, dataset) -> float:
-    "Pretraining (70 epochs, three passes each) and a bank of ten views, once for each backbone and dataset."
-    return (70*3 + 10)*IMAGES*MACS[backbone, dataset]/RATE/3600
-
-def run_hours(
-    where,      # task, dataset, method, backbone
-    records=(), # kept ones, whose seconds count more than an estimate
-) -> tuple:
-    "Hours of meta-training one seed at the paper's budget, and whether that is `measured` or `estimated`."
-    steps = hyper(where["task"])["steps"].value
-    same = [r for r in records if all((r["parameters"].get(k) if k == "backbone" else r[k]) == v for k, v in where.items()) and r["seconds"] and not r["budget"]["width"]]
-    if same: return max(same, key=lambda r: r["budget"]["steps"])["seconds"]/max(r["budget"]["steps"] for r in same)*steps/3600, "measured"
-    if where["task"] == "fewshot": return steps*STEP[where["backbone"], where["dataset"]]/3600, "estimated"
-    return steps*84*3*MACS[where["method"].split("+")[0], where["dataset"]]/RATE/3600, "estimated"
+    "Hours of pretraining and of computing the features, once for each backbone and dataset, on one core."
+    return sweep.backbone_seconds(paper_run(dict(task="fewshot", dataset=dataset, method="sib", backbone=backbone)))/3600
 
 # %% ../nbs/18_findings.ipynb #849207ed
 def _run(row):
     "The training run behind a table row."
     task = "continual" if row["table"] == "continualz" else "fewshot"
-    return dict(task=task, dataset=row["dataset"], method=row.get("method") or "sib+aim") | ({} if task == "continual" else {"backbone": row["backbone"]})
+    return dict(task=task, dataset=row["dataset"], method=row.get("method") or "sib+aim") | {k: row[k] for k in ("backbone", "K", "l") if row.get(k) is not None}
 
 def missing(records, seeds=3) -> list:
     "Table blocks with cells that do not count at the paper's budget: how many cells, runs and hours."
@@ -339,9 +351,8 @@ def missing(records, seeds=3) -> list:
         done = {at(r) for r in rows if r["covered"] and r["budget"] in PAPER_LONG}
         left = {at(r): r for r in rows if at(r) not in done}
         runs = {tuple(r.get(k) for k in _CELL if k != "n_classes"): _run(r) for r in left.values()}
-        hours = [run_hours(w, records) for w in runs.values()]
-        if left: out.append(dict(table=table, dataset=dataset, backbone=backbone or "", cells=len(left), runs=len(runs)*seeds, hours=seeds*sum(h for h, _ in hours),
-                                 backbone_hours=backbone_hours(backbone, dataset) if backbone else 0., basis="measured" if all(b == "measured" for _, b in hours) else "estimated"))
+        if left: out.append(dict(table=table, dataset=dataset, backbone=backbone or "", cells=len(left), runs=len(runs)*seeds, hours=seeds*sum(map(run_hours, runs.values())),
+                                 backbone_hours=backbone_hours(backbone, dataset) if backbone else 0.))
     return out
 
 # %% ../nbs/18_findings.ipynb #7c131d03
@@ -349,14 +360,42 @@ def figure_hours(row, records) -> tuple: # of `paper_labels`
     "For the parts of a figure that no kept record at the paper's budget holds: hours of meta-training, one seed, and of the backbones they stand on."
     mine = points(records)
     lack = [n for n in figure_needs(row) if not any(fits(p, n) and p.where["budget"] in PAPER_LONG for p in mine)]
-    runs = [{k: n[k] for k in ("dataset", "method", "backbone") if k in n} | dict(task="fewshot" if "sib" in n["method"] else "continual") for n in lack]
-    return sum(run_hours(r, records)[0] for r in runs), sum(backbone_hours(*b) for b in {(r["backbone"], r["dataset"]) for r in runs if "backbone" in r})
+    runs = [n | dict(task="fewshot" if "sib" in n["method"] else "continual") for n in lack]
+    return sum(map(run_hours, runs)), sum(backbone_hours(*b) for b in {(r["backbone"], r["dataset"]) for r in runs if "backbone" in r})
+
+# %% ../nbs/18_findings.ipynb #942a4577
+@functools.cache
+def _planned() -> dict:
+    "Plan -> its runs, of the plans for this reproduction."
+    return {p.stem: sweep.expand(p) for p in sorted((project_root()/"plans").glob("2*.toml"))}
+
+def _asked(identity, small=False) -> str:
+    "What a run or a record asks, but for the version of its data; with `small` whatever its meta-test costs."
+    asked = {k: identity[k] for k in IDENTITY if k != "data_sha"}
+    return content_key(asked | dict(budget=training_plan(asked["budget"])) if small else asked)
+
+def unmade(records) -> dict:
+    "Plan -> [(run, whether a smaller meta-test of it is kept)] for the planned runs without a record."
+    done, small = ({_asked(r, s) for r in records if r["task"] in ("fewshot", "continual")} for s in (False, True))
+    return {plan: [(r, _asked(sweep.question(r), True) in small) for r in runs if _asked(sweep.question(r)) not in done] for plan, runs in _planned().items()}
+
+def plan_lines(records) -> list:
+    "A line a plan: how many of its runs have no record, and what they cost on one core, backbones counted once."
+    return [f"{plan:<22} {len(left):>3} of {len(_planned()[plan]):>3} runs without a record" + (f": {hours_text(sweep.total_seconds([r for r, _ in left])/3600)}" if left else "") for plan, left in unmade(records).items()]
+
+def unmade_markdown(records) -> str:
+    "The planned runs without a record as a Markdown table, seeds together, each with its cost on one core, backbone not counted."
+    rows = {}
+    for plan, left in unmade(records).items():
+        for run, small in left: rows.setdefault((plan, re.sub(r"seed \d+ ", "", sweep.name(run)), small), []).append(run)
+    lines = [f"| {plan} | {name} | {len(runs)} | {hours_text(sum(map(sweep.seconds, runs))/3600)} | {'a smaller meta-test' if small else '–'} |" for (plan, name, small), runs in rows.items()]
+    return "\n".join(["| Plan | Run | Seeds | One core | Kept |", "|---|---|---|---|---|", *lines])
 
 # %% ../nbs/18_findings.ipynb #0c1ae072
 def _verdicts(table, cells) -> str:
     "The verdicts of a table's cells, counted."
     words = [r["verdict"].split(" (")[0] for r in cells if r["table"] == table]
-    return ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words))
+    return "; ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words))
 
 def label_lines(records) -> list:
     "A line a table or figure, in the paper's order."
@@ -377,8 +416,8 @@ def parts_text(row) -> str: # of `figure_rows`
     return ", ".join(f"{n} of {row['needs']} parts at {b}" for b, n in row["have"].items() if n) or "not made"
 
 def missing_lines(records) -> list:
-    "A line a block of cells that are missing at the paper's budget, with the cost on two CPU cores."
-    return [f"tab:{m['table']:<12} {m['dataset']:<14} {m['backbone']:<10} {m['cells']:>3} cells, {m['runs']:>3} runs: {cost_text(m['hours'], m['backbone_hours'])} ({m['basis']})" for m in missing(records)]
+    "A line a block of cells that are missing at the paper's budget, with the cost on one core."
+    return [f"tab:{m['table']:<12} {m['dataset']:<14} {m['backbone']:<10} {m['cells']:>3} cells, {m['runs']:>3} runs: {cost_text(m['hours'], m['backbone_hours'])}" for m in missing(records)]
 
 # %% ../nbs/18_findings.ipynb #0d427607
 def claim_lines(records) -> list:
@@ -395,7 +434,7 @@ def report_text(
     "The whole report as plain text."
     records = read_records() if records is None else records
     parts = [(f"{len(records)} records", coverage_text(records).splitlines()), ("Tables and figures, in the paper's order", label_lines(records)),
-             ("Claims", claim_lines(records)), ("Missing at the paper's budget, three seeds, two CPU cores", missing_lines(records))]
+             ("Claims", claim_lines(records)), ("Missing at the paper's budget, three seeds, one core", missing_lines(records)), ("Planned for this machine (plans/2*.toml), one core", plan_lines(records))]
     return "\n\n".join(title + "\n" + "\n".join("  " + line for line in lines) for title, lines in parts) + "\n"
 
 # %% ../nbs/18_findings.ipynb #d114ac29
@@ -403,41 +442,139 @@ def trained(where, seeds=1) -> str:
     "How long a point was trained, in words."
     full = hyper(where["task"])["steps"].value
     steps = f"the paper's {full:,} steps" if where["steps"] == full else f"{where['steps']:,} of the paper's {full:,} steps"
-    if where["budget"] in PAPER_LONG and where["budget"] != "paper": steps += f" at {where['budget']}"
+    if where["budget"].split("@")[0] != "paper": steps += f" at {where['budget']}"
     return f"{steps}, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 def _groups(items, *coordinates) -> list:
     "Tuples that start with a point, by some coordinates; of each group those of the longest training, by number of classes."
     groups = {}
-    for t in items: groups.setdefault(tuple(t[0].where[c] for c in coordinates), []).append(t)
+    for t in items: groups.setdefault(tuple(t[0].where.get(c) for c in coordinates), []).append(t)
     of_n = lambda t: t[0].where.get("n_classes", 0)
     return [sorted((t for t in g if t[0].where["steps"] == max(t[0].where["steps"] for t in g)), key=of_n) for g in groups.values()]
 
 def _ends(group) -> list: return group[:1] + group[-1:] if len(group) > 1 else group
 
-def plain_lines(records) -> list:
-    "A sentence for each plain continual method on the paper's data."
-    out = []
-    for g in _groups(((p,) for p in sorted(points(records), key=in_order) if p.where["task"] == "continual" and p.where["method"] in ("oml", "anml")), "dataset", "method", "other"):
-        w, n = g[0][0].where, g[0][0].values["accuracy"].n
-        theirs = {r["n_classes"]: r["accuracy"] for r in paper_table("continualz", dataset=w["dataset"], method=w["method"])}
-        said = ", ".join(f"{p.values['accuracy'].mean:.1f} % after {p.where['n_classes']} classes (paper: {theirs[p.where['n_classes']]:.1f})" for p, in _ends(g) if p.where["n_classes"] in theirs)
-        if said: out.append(f"- **{method_label(w['method'])} on {w['dataset']}**{', ' + w['other'] if w['other'] else ''} ({trained(w, n)}): {said}.")
-    return out
+def _place(where) -> str:
+    "Dataset, backbone, shots and switches of a point, in words."
+    return ", ".join(str(p) for p in (where["dataset"], where.get("backbone"), where.get("n_shot") and f"{where['n_shot']}-shot", where["other"]) if p)
+
+def _after(where) -> str: return f" after {where['n_classes']} classes" if "n_classes" in where else ""
 
 # %% ../nbs/18_findings.ipynb #18d3edb8
-def gain_lines(records) -> list:
-    "A sentence for each setting in which AIM stands beside its plain method."
-    mine, theirs, out = sorted(points(records), key=in_order), paper_points(), []
-    for claim, plain in (("aim-beats-sib", "SIB"), ("aim-beats-oml", "OML"), ("aim-beats-anml", "ANML")):
-        paper = {setting(p.where | {"other": ""}): v for p, v, _, _ in claim_values(claim, theirs)}
-        at = ("dataset", "backbone", "n_shot") if plain == "SIB" else ("dataset", "other")
-        for g in _groups((d for d in claim_values(claim, mine) if d[0].where["budget"] != "smoke" and (plain != "SIB" or not d[0].where["other"])), *at):
-            w = g[0][0].where
-            where = f"{w['dataset']}, {w['backbone']}, {w['n_shot']}-shot" if plain == "SIB" else w["dataset"] + (f", {w['other']}" if w["other"] else "")
-            said = [f"{v:+.1f} ± {1.96*se:.1f} points" + (f" at {p.where['n_classes']} classes" if plain != "SIB" else "") + (f" (paper: {t:+.1f})" if (t := paper.get(setting(p.where | {"other": ""}))) is not None else "") for p, v, se, _ in _ends(g)]
-            out.append(f"- **AIM over {plain} on {where}** ({trained(w, min(d[3] for d in g))}): {', '.join(said)}.")
+def plain_lines(records) -> list:
+    "A sentence for each plain method, and for the linear layer in OML (the Baseline), on the paper's data."
+    theirs, out = {(p.where["method"], setting(p.where)): p.values["accuracy"].mean for p in paper_points()}, []
+    paper = lambda p: theirs.get((p.where["method"], setting(p.where | {"other": ""})))
+    mine = ((p,) for p in sorted(points(records), key=in_order) if p.where["method"] in ("sib", "oml", "anml", "oml+linear") and p.where["budget"] != "smoke" and "accuracy" in p.values and paper(p) is not None)
+    for g in _groups(mine, "dataset", "backbone", "n_shot", "method", "other"):
+        w, n = g[0][0].where, g[0][0].values["accuracy"].n
+        said = ", ".join(f"{p.values['accuracy'].mean:.1f} %{_after(p.where)} (paper: {paper(p):.1f})" for p, in _ends(g))
+        learns = w["method"] == "oml+linear" and all(p.values["above_chance"].mean > 1.96*se_of(p.values["above_chance"]) for p, in g)
+        name = "The Baseline, OML+Linear," if w["method"] == "oml+linear" else method_label(w["method"])
+        out.append(f"- **{name} on {_place(w)}** ({trained(w, n)}): {said}" + ("; it learns, where the paper prints chance." if learns else "."))
     return out
+
+# %% ../nbs/18_findings.ipynb #ac88a67c
+OVER = {"aim-beats-sib": "SIB", "aim-beats-sib-linear": "SIB+Linear", "aim-beats-oml": "OML", "aim-beats-oml-linear": "OML+Linear", "aim-beats-anml": "ANML"}
+
+def gain_lines(records) -> list:
+    "A sentence for each setting in which AIM stands beside its plain method or the linear layer of its size."
+    mine, theirs, out = sorted(points(records), key=in_order), paper_points(), []
+    for claim, over in OVER.items():
+        paper = {setting(p.where | {"other": ""}): v for p, v, _, _ in claim_values(claim, theirs)}
+        said = lambda p, v, se: f"{v:+.1f} ± {1.96*se:.1f} points{_after(p.where)}" + (f" (paper: {t:+.1f})" if (t := paper.get(setting(p.where | {"other": ""}))) is not None else "")
+        for g in _groups((d for d in claim_values(claim, mine) if d[0].where["budget"] != "smoke" and ("n_classes" in d[0].where or not d[0].where["other"])), "dataset", "backbone", "n_shot", "other"):
+            w = g[0][0].where
+            out.append(f"- **AIM over {over} on {_place(w)}** ({trained(w, min(d[3] for d in g))}): {', '.join(said(*d[:3]) for d in _ends(g))}.")
+    return out
+
+# %% ../nbs/18_findings.ipynb #5ad35ee1
+def trend(
+    steps,      # of at least two trainings
+    accuracies,
+    at,         # steps to carry it on to
+) -> tuple:
+    "Points gained with every doubling of training, and where the line stands at `at` steps."
+    slope, start = np.polyfit(np.log2(steps), accuracies, 1)
+    return float(slope), float(start + slope*np.log2(at))
+
+def _full_curves(method, records) -> dict:
+    "Steps -> {number of classes: point} of a method on Omniglot at full width, at the usual switches."
+    out = {}
+    for p in points(r for r in records if r["task"] == "continual" and (r["dataset"], r["method"]) == ("omniglot", method) and not r["budget"]["width"] and not variant(r)):
+        out.setdefault(p.where["steps"], {})[p.where["n_classes"]] = p
+    return dict(sorted(out.items()))
+
+def trend_text(method, curves) -> str:
+    "Growth with the length of training at the most classes, as a sentence; empty with fewer than three lengths."
+    if len(curves) < 3: return ""
+    full, n = hyper("continual")["steps"].value, max(set(bands(method)).intersection(*curves.values()))
+    slope, then = trend(list(curves), [c[n].values["accuracy"].mean for c in curves.values()], full)
+    (low, high), theirs = bands(method)[n], paper_value("continualz", dataset="omniglot", method=method, n_classes=n)[0]
+    lengths = ", ".join(f"{k:,}" for k in curves)
+    return f" Over {lengths} steps it gains {slope:.1f} points at {n} classes with every doubling; by that trend (an extrapolation) {full:,} steps would give {then:.0f} % (band {low:g}-{high:g}, paper {theirs:.1f})."
+
+# %% ../nbs/18_findings.ipynb #ef055bea
+def _one_budget(records) -> list:
+    "Of each dataset the records of the common training, since lines of one figure have had the same."
+    groups = {}
+    for r in records: groups.setdefault(r["dataset"], []).append(r)
+    return [r for of in groups.values() for r in of if training_of(r) == common_training(of)]
+
+def band_lines(records) -> list:
+    "A sentence for plain OML and ANML on Omniglot: where the longest training stands against the bands, and how it grows."
+    out = []
+    for m in ("oml", "anml"):
+        if not (curves := _full_curves(m, records)): continue
+        last = {n: p.values["accuracy"].mean for n, p in list(curves.values())[-1].items()}
+        place = {n: band_place(m, n, last[n]) for n in bands(m) if n in last}
+        off = lambda n: "" if place[n] == "inside" else f"{max(bands(m)[n][0] - last[n], last[n] - bands(m)[n][1]):.1f} "
+        said = ", ".join(f"{last[n]:.1f} % at {n} classes ({off(n)}{place[n]} {bands(m)[n][0]:g}-{bands(m)[n][1]:g})" for n in place)
+        p = next(iter(list(curves.values())[-1].values()))
+        out.append(f"- **{method_label(m)} against the bands of re-runs** ({trained(p.where)}): {said}; the bands are {'met' if in_band(m, last) else 'not met'}.{trend_text(m, curves)}")
+    return out
+
+def gap_lines(records) -> list:
+    "A sentence a dataset: how far accuracy on the images learnt from stands above that on held-out ones, after as many classes as all methods have learnt."
+    out = []
+    mine = [r for r in records if r["task"] == "continual" and not variant(r) and r["budget"]["name"] != "smoke"]
+    for d in sorted({r["dataset"] for r in mine}):
+        here = points(_one_budget(r for r in mine if r["dataset"] == d))
+        n = max(set.intersection(*({p.where["n_classes"] for p in here if p.where["method"] == m} for m in {p.where["method"] for p in here})))
+        at = sorted((p for p in here if p.where["n_classes"] == n), key=lambda p: METHODS.index(p.where["method"]))
+        said = ", ".join(f"{method_label(p.where['method'])} {p.values['gap'].mean:.1f} ± {1.96*se_of(p.values['gap']):.1f}" for p in at)
+        out.append(f"- **Images learnt from over held-out images on {d}** ({trained(at[0].where)}), points after {n} classes: {said}.")
+    return out
+
+# %% ../nbs/18_findings.ipynb #ffffdea2
+HELD, NOT_HELD, MIXED, UNTESTED, SO_FAR = "Held", "Did not hold", "Mixed or undecided", "Could not be tested here", ", so far (training shorter than the paper's)"
+BOXES = (HELD, NOT_HELD, HELD + SO_FAR, NOT_HELD + SO_FAR, MIXED, UNTESTED)
+
+def box(verdicts) -> str:
+    "The box for the verdicts of a claim's settings that count."
+    words = [v.split()[0] for v in verdicts]
+    most = lambda word, never: 2*words.count(word) > len(words) and never not in words
+    word = HELD if most("supported", "contradicted") else NOT_HELD if most("contradicted", "supported") else MIXED if words else UNTESTED
+    return word + SO_FAR if word in (HELD, NOT_HELD) and any("so far" in v for v in verdicts) else word
+
+def _right(records):
+    "A function that tells whether the plain method behind a row of `claim_rows` is right at that budget."
+    at = lambda w, method: (w["dataset"], w.get("backbone"), w.get("n_shot"), w.get("n_classes"), plain_method(method), w["budget"], w["steps"])
+    right = {at(r, r.get("method") or "sib+aim") for r in cell_rows(records) if r["covered"]}
+    return lambda row: row["where"]["task"] == "activation" or at(row["where"], row["where"]["method"]) in right
+
+# %% ../nbs/18_findings.ipynb #db3a432d
+def summary_markdown(records) -> str:
+    "The claims by box, each with the verdicts that count and their budgets."
+    right, boxes, theirs = _right(records), {b: [] for b in BOXES}, {r["dataset"] for r in paper_cells()}
+    for c in claims():
+        ours = [g for g in longest(claim_rows(records, [c["id"]])) if g[0]["where"].get("dataset") in theirs - {c.get("besides")} and g[0]["budget"] != "smoke"]
+        rows = [r for g in ours if 2*sum(map(right, g)) >= len(g) for r in g if right(r)]
+        words = [r["verdict"].split()[0] for r in rows]
+        said = ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) or ("measured, but the plain method is not reached" if ours else "no records")
+        at = ", ".join(dict.fromkeys(r["budget"] for r in rows))
+        boxes[box([r["verdict"] for r in rows])].append(f"- {c['text']} ({c['section']}; {said}{' at ' + at if at else ''})")
+    return "\n\n".join(f"**{b}**\n\n" + "\n".join(lines) for b, lines in boxes.items() if lines)
 
 # %% ../nbs/18_findings.ipynb #44f993ec
 def records_of(
@@ -447,7 +584,7 @@ def records_of(
     "The records that a row of a table was computed from."
     if row["ours"] is None: return []
     own = {k: row[k] for k in _CELL[1:] if row.get(k) is not None and k != "n_classes"}
-    fit = lambda r: all(field(r, k) == v for k, v in ({"method": "sib+aim"} | own).items()) and (r["budget"]["name"], r["budget"]["steps"]) == (row["budget"], row["steps"])
+    fit = lambda r: all(field(r, k) == v for k, v in ({"method": "sib+aim"} | own).items()) and (r["budget"]["name"], r["budget"]["steps"]) == (row["budget"], row["steps"]) and meta_test(r) == row["runs"]
     return [r for r in records if r["task"] == _run(row)["task"] and fit(r) and variant(r, list(own)) == row["variant"]]
 
 def _ablation(variant) -> bool:
@@ -464,7 +601,7 @@ def block_markdown(table, block, records) -> str:
     if table == "continualz": f = f.assign(_m=f.method.map(METHODS.index)).sort_values(["_m", "variant", "steps", "n_classes"], kind="stable", na_position="last").drop(columns="_m")   # a trajectory's cells together
     rows = [dict(zip(("dataset", "backbone"), block)) | {k: None if v != v else v for k, v in r.items()} | {"table": table} for r in f.to_dict("records")]
     text = present(f).assign(Budget=[_budget_word(b, n) for b, n in zip(f.budget, f.steps)])
-    text = text.drop(columns=["Steps"] + (["Budget", "Seeds", "Variant"] if f.ours.isna().all() else []), errors="ignore")
+    text = text.drop(columns=["Steps"] + (["Budget", "Runs", "Seeds", "Variant"] if f.ours.isna().all() else []), errors="ignore")
     text["Records"] = [" ".join(f"[{i}](../results/{record_name(x)})" for i, x in enumerate(records_of(r, records), 1)) for r in rows]
     line = lambda cells: "| " + " | ".join(map(str, cells)) + " |"
     return "\n".join([line(text.columns), line(["---"]*len(text.columns)), *(line(r) for r in text.itertuples(index=False))])
@@ -475,19 +612,12 @@ def notebook_links(row) -> str: # of `paper_labels`
 
 # %% ../nbs/18_findings.ipynb #3a147b56
 def _best(records) -> list:
-    "For each dataset, method, backbone and shot the record of the longest training, first seed."
+    "For each dataset, method, backbone and shot the record of the longest training, first seed, most meta-test runs."
     best = {}
-    for r in sorted(records, key=lambda r: (-r["budget"]["steps"], r["seed"])):
+    for r in sorted(records, key=lambda r: (-r["budget"]["steps"], r["seed"], *(-e for e in effort(r)))):
         q = r["parameters"]
         best.setdefault((r["dataset"], r["method"], q.get("backbone"), q.get("n_shot"), q.get("masks_of")), r)
     return list(best.values())
-
-def _one_budget(records) -> list:
-    "Of each dataset the records of one budget, since lines of one figure have had the same training: with two methods or more, the full network before a narrow one, then the most methods, then the longest."
-    groups = {}
-    for r in records: groups.setdefault(r["dataset"], {}).setdefault(tuple(r["budget"][k] for k in ("steps", "name", "width")), []).append(r)
-    def rank(of, budget): return (min(2, n := len({r["method"] for r in of[budget]})), not budget[-1], n, budget)
-    return [r for of in groups.values() for r in of[max(of, key=lambda b: rank(of, b))]]
 
 def activation_figures(records) -> dict:
     "File name -> figure: masks first and last, and the weights over training, of the kept activation records."
@@ -527,6 +657,28 @@ def trajectory_figures(records) -> dict:
     return out
 
 # %% ../nbs/18_findings.ipynb #9ce4beb1
+def _aged(records) -> dict:
+    "Dataset -> {(method, what moves): record} of the common training, where the accuracy of each class is known."
+    mine, out = _one_budget(r for r in records if r["task"] == "continual" and variant(r) in PAPERS_OWN and "by_age" in r["metrics"]), {}
+    for own in PAPERS_OWN:
+        for r in sorted(_best(r for r in mine if variant(r) == own), key=lambda r: METHODS.index(r["method"])): out.setdefault(r["dataset"], {})[r["method"], own] = r
+    return dict(sorted(out.items()))
+
+def forgetting_figures(records) -> dict:
+    "File name -> figure: accuracy of each class over how long ago it was learnt, for each dataset."
+    ages = lambda of, moves: {m: r["metrics"]["by_age"] for (m, own), r in of.items() if own == moves}
+    return {f"forgetting_{d}": viz.forgetting_curves(*(ages(of, own) for own in PAPERS_OWN), f"{d}, {next(iter(of.values()))['budget']['steps']:,} steps") for d, of in _aged(records).items()}
+
+def forgetting_markdown(records) -> str:
+    "The number for each method: accuracy on the quarter of the classes learnt first and last, and the difference."
+    lines = ["| Dataset | Method | Steps | Runs | Classes | First quarter | Last quarter | Forgotten |", "|---|---|---|---|---|---|---|---|"]
+    for d, of in _aged(records).items():
+        for (m, own), r in of.items():
+            ages = r["metrics"]["by_age"]; q = max(1, len(ages)//4)
+            lines.append(f"| {d} | {method_label(m)}{', ' + own if own else ''} | {r['budget']['steps']:,} | {meta_test(r)} | {len(ages)} | {np.mean(ages[:q]):.1f} | {np.mean(ages[-q:]):.1f} | {r['metrics']['forgetting']:+.1f} |")
+    return "\n".join(lines)
+
+# %% ../nbs/18_findings.ipynb #b1fd215e
 def _swept(table, records, block):
     "The curves of an ablation table for one block, of its longest budget."
     f = ablation_table(records, table, *block)
@@ -545,7 +697,7 @@ def ablation_figures(records) -> dict:
 def all_figures(records=None) -> dict: # default: the kept ones
     "File name -> figure, for everything that the records can draw."
     if records is None: records = read_records()
-    drawers = (activation_figures, continual_masks, trajectory_figures, ablation_figures)
+    drawers = (activation_figures, continual_masks, trajectory_figures, forgetting_figures, ablation_figures)
     return {name: fig for draw in drawers for name, fig in draw(records).items()}
 
 # %% ../nbs/18_findings.ipynb #7c6ade8f

@@ -13,8 +13,8 @@ from .core import PAPER_LONG, AimError, check_choice
 # %% auto #0
 __all__ = ['TABLES', 'AIMS_OWN', 'paper_table', 'paper_value', 'Hyper', 'hyper', 'class_split', 'plain_method', 'half_width',
            'fewshot_gains', 'gains', 'errata', 'Seeds', 'seed_summary', 'pooled_sd', 'seed_spread', 'tolerance',
-           'verdict', 'bands', 'band_place', 'in_band', 'plain_right', 'comparability', 'compare', 'plain_variant',
-           'reached', 'judge', 'claims', 'claim_verdict', 'claim', 'paper_labels', 'paper_cells']
+           'verdict', 'bands', 'band_place', 'in_band', 'plain_right', 'comparability', 'budget_note', 'compare',
+           'plain_variant', 'reached', 'judge', 'claims', 'claim_verdict', 'claim', 'paper_labels', 'paper_cells']
 
 # %% ../nbs/01_paper.ipynb #f0bfff25
 TABLES = {"few-shot": "tab:few-shot", "sto_count": "tab:sto_count", "active_mech": "tab:active_mech", "soft_hard": "tab:soft_hard",
@@ -222,6 +222,12 @@ def comparability(
     whole = budget["name"] in PAPER_LONG and budget["steps"] == hyper(budget["task"])["steps"].value
     return "yes" if whole else "budget"
 
+def budget_note(
+    name, # of a budget
+) -> str:
+    "What is not the paper's in a budget of the paper's length, for a verdict's brackets."
+    return "one-cycle backbone" if PAPER_LONG.get(name, {}).get("pretrain_schedule") == "onecycle" else ""
+
 # %% ../nbs/01_paper.ipynb #2365159f
 def _compared(table, cell, ours, sd, note):
     "One row of `compare`."
@@ -233,12 +239,13 @@ def _compared(table, cell, ours, sd, note):
 
 def compare(
     table, # a key of `TABLES`
-    cells, # dicts: where (coordinates), accuracies and cis (one a seed), comparable, labels (kept in the row)
+    cells, # dicts: where (coordinates), accuracies and cis (one a seed), comparable, labels (kept in the row), note (said with the verdict)
 ) -> list:
     "Cells of ours beside the paper's, each with difference and verdict."
     ours = [seed_summary(c["accuracies"], c["cis"]) for c in cells]
     equal = [s for c, s in zip(cells, ours) if c.get("comparable", "yes") == "yes"]   # a short run's spread says nothing about a long one's
-    return [_compared(table, c, s, *seed_spread(s, equal)) for c, s in zip(cells, ours)]
+    spread = [seed_spread(s, equal) for s in ours]
+    return [_compared(table, c, s, sd, ", ".join(filter(None, (note, c.get("note"))))) for c, s, (sd, note) in zip(cells, ours, spread)]
 
 # %% ../nbs/01_paper.ipynb #4c875551
 AIMS_OWN = ("M", "K", "l", "gate", "decision", "select", "aim_update", "adapt", "metatest_update")
@@ -270,13 +277,14 @@ def judge(
 ) -> list:
     "The rows, with `not reached` where the plain method does not allow a verdict."
     def word(r):
-        judged, own = r["verdict"].split()[0] in ("reproduced", "differs"), r.get("method", "sib+aim")
-        return "not reached" if judged and own != plain_method(own) and not reached(r, rows if plain is None else plain) else r["verdict"]
+        said, own = r["verdict"], r.get("method", "sib+aim")
+        if said == "other data" or reached(r, rows if plain is None else plain): return said
+        return "other budget, not reached" if said == "other budget" else said if own == plain_method(own) else "not reached"
     return [r | {"verdict": word(r)} for r in rows]
 
 # %% ../nbs/01_paper.ipynb #701764f0
 def claims() -> list:
-    "What the paper claims: id, text, section, labels, metric, field, relation, bound, rule."
+    "What the paper claims: id, text, section, labels, metric, field, relation, bound, rule, and `besides`, the dataset that a claim leaves out."
     return tomllib.loads(_data("claims.toml"))["claim"]
 
 def claim_verdict(

@@ -8,14 +8,14 @@ import io, math
 import numpy as np
 import pandas as pd
 from .core import CONTINUAL_METHODS, FEWSHOT_METHODS, Protocol, check_choice, content_key
-from .paper import comparability, compare, hyper, judge, paper_table
+from .paper import budget_note, comparability, compare, hyper, judge, paper_table
 from .records import field
 from .train_continual import USUAL_NORM
 
 # %% auto #0
-__all__ = ['METHODS', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'fewshot_table', 'present',
-           'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table', 'continual_curve',
-           'continual_table', 'longest', 'trajectory_markdown']
+__all__ = ['METHODS', 'TRAINEE', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'meta_test', 'fewshot_table',
+           'present', 'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table', 'continual_curve',
+           'continual_table', 'training_of', 'common_training', 'main_runs', 'trajectory_markdown']
 
 # %% ../nbs/17_tables.ipynb #c0418ddb
 METHODS = (*FEWSHOT_METHODS, *CONTINUAL_METHODS)
@@ -32,15 +32,22 @@ def moved_switches(rec) -> dict:
     norm = rec["protocol"]["norm"]
     return {k: v for k, v in moved.items() if k != "norm"} | ({"norm": norm} if norm != USUAL_NORM else {})
 
+TRAINEE = ("inner", "random", "n_out", "lr_in", "lr_out")      # in a continual record only where they are not the usual ones
+
 def variant(
     rec,      # a record
     known=(), # what the table's own columns already say
 ) -> str:
-    "What was asked for besides the paper's setting: changed switches, and M, K, l."
+    "What was asked for besides the paper's setting: changed switches, M, K, l, and sizes and rates of meta-training."
     usual = {k: hyper(rec["task"])[k].value for k in ("M", "K", "l")}
     other = {k: v for k, v in rec["parameters"].items() if k in usual and v != usual[k]} if "aim" in rec["method"] else {}
-    other |= moved_switches(rec)
+    other |= moved_switches(rec) | {k: v for k, v in rec["parameters"].items() if k in TRAINEE}
     return ", ".join(f"{k}={v}" for k, v in other.items() if k not in known)
+
+def meta_test(rec) -> str:
+    "What a continual record's meta-test cost: runs, and in brackets the rates tried x trajectories each; empty for few-shot."
+    b = rec["budget"]
+    return f"{b['runs']} ({b['rates']}x{b['rate_runs']})" if rec["task"] == "continual" else ""
 
 def _question(rec):
     "What the seeds of one cell have in common."
@@ -55,8 +62,8 @@ def _cells(records, table, coordinates):
     cells = []
     for recs in groups.values():
         where = {c: field(recs[0], c) for c in coordinates}
-        labels = dict(budget=recs[0]["budget"]["name"], steps=recs[0]["budget"]["steps"], variant=variant(recs[0], coordinates))
-        cells.append(dict(where=where, labels=labels, comparable=comparability(table, where, recs[0]["budget"]),
+        labels = dict(budget=recs[0]["budget"]["name"], steps=recs[0]["budget"]["steps"], variant=variant(recs[0], coordinates), runs=meta_test(recs[0]))
+        cells.append(dict(where=where, labels=labels, comparable=comparability(table, where, recs[0]["budget"]), note=budget_note(recs[0]["budget"]["name"]),
                           accuracies=[r["metrics"]["accuracy"] for r in recs], cis=[r["metrics"]["ci95"] for r in recs]))
     return cells
 
@@ -66,7 +73,7 @@ def _frame(rows, table, coordinates, fixed):
     for p in paper_table(table, **fixed):
         if not p.get("literature") and (at := tuple(p[c] for c in coordinates)) not in ran:
             rows = [*rows, dict(zip(coordinates, at)) | dict(paper=p["accuracy"], paper_ci=p.get("ci"), verdict="not run")]
-    columns = [*coordinates, "budget", "steps", "variant", "seeds", "ours", "ci", "sd_seed", "paper", "paper_ci", "difference", "verdict"]
+    columns = [*coordinates, "budget", "steps", "variant", "runs", "seeds", "ours", "ci", "sd_seed", "paper", "paper_ci", "difference", "verdict"]
     frame = pd.DataFrame(rows, columns=columns)
     order = lambda s: s.map(METHODS.index) if s.name == "method" else s
     return frame.sort_values([c for c in coordinates if c not in fixed], key=order, kind="stable", ignore_index=True).drop(columns=list(fixed))
@@ -89,7 +96,7 @@ def fewshot_table(
     return _frame(_fewshot_rows(records, fixed), "few-shot", _FEWSHOT, fixed)
 
 # %% ../nbs/17_tables.ipynb #0145f65f
-NAMES = {"method": "Method", "n_shot": "Shots", "n_classes": "Classes", "decision": "Decision", "K": "K", "l": "l", "budget": "Budget", "steps": "Steps", "variant": "Variant", "seeds": "Seeds"}
+NAMES = {"method": "Method", "n_shot": "Shots", "n_classes": "Classes", "decision": "Decision", "K": "K", "l": "l", "budget": "Budget", "steps": "Steps", "variant": "Variant", "runs": "Runs", "seeds": "Seeds"}
 
 def _pm(value, ci):
     "A value with its interval; an empty cell for none."
@@ -103,7 +110,7 @@ def _word(column, value):
 
 def present(frame) -> pd.DataFrame:
     "A comparison table as text, for people."
-    out, shown = pd.DataFrame(index=frame.index), [c for c in NAMES if c in frame and (c != "variant" or frame[c].fillna("").any())]
+    out, shown = pd.DataFrame(index=frame.index), [c for c in NAMES if c in frame and (c not in ("variant", "runs") or frame[c].fillna("").any())]
     for c in shown: out[NAMES[c]] = [_word(c, v) for v in frame[c]]
     if "Seeds" in out: out["Seeds"] = [n if pd.isna(sd) else f"{n}, sd {sd:.2f}" for n, sd in zip(out["Seeds"], frame.sd_seed)]
     out["Ours"] = [_pm(a, c) for a, c in zip(frame.ours, frame.ci)]
@@ -184,24 +191,43 @@ def continual_table(
     return _frame(judge(compare("continualz", _cells(mine, "continualz", coordinates))), "continualz", coordinates, dict(dataset=dataset))
 
 # %% ../nbs/17_tables.ipynb #d01ef52c
-def longest(records) -> list:
-    "Of the records that differ only in training and seed, those of the longest training."
-    asked = lambda r: content_key([r["task"], r["dataset"], r["method"], variant(r), r["parameters"].get("backbone"), r["parameters"].get("n_shot")])
-    most = {}
-    for r in records: most[asked(r)] = max(most.get(asked(r), 0), r["budget"]["steps"])
-    return [r for r in records if r["budget"]["steps"] == most[asked(r)]]
+def training_of(rec) -> tuple:
+    "Steps, budget and width."
+    return tuple(rec["budget"][k] for k in ("steps", "name", "width"))
 
+def common_training(
+    records, # of one table
+) -> tuple:
+    "The training at which to compare methods: that of two or more, of the full network before a narrow one, of the most methods, the longest."
+    methods = {}
+    for r in records: methods.setdefault(training_of(r), set()).add(r["method"])
+    return max(methods, key=lambda t: (min(2, len(methods[t])), not t[-1], len(methods[t]), t))
+
+def main_runs(records) -> list:
+    "Of each table (dataset, backbone, shots) the records at its methods' common training, and those of each method and variant at its own longest."
+    tables = {}
+    for r in records: tables.setdefault((r["task"], r["dataset"], r["parameters"].get("backbone"), r["parameters"].get("n_shot")), []).append(r)
+    asked, out = lambda r: (r["method"], variant(r)), []
+    for of in tables.values():
+        common, most = common_training([r for r in of if not variant(r)] or of), {}
+        full = [r for r in of if r["budget"]["width"] == common[-1]]
+        for r in full: most[asked(r)] = max(training_of(r), most.get(asked(r), ()))
+        out += [r for r in full if training_of(r) in (common, most[asked(r)])]
+    return out
+
+# %% ../nbs/17_tables.ipynb #b2992f7c
 def trajectory_markdown(
     records, # of continual runs
     dataset,
 ) -> str:
-    "tab:continualz in short: a line a method at its longest training, a column a number of classes, ours and in brackets the paper's."
-    f = continual_table(longest(records), dataset)
-    f = f[f.ours.notna()]
+    "tab:continualz in short: a line a method, those of the common training first, a column a number of classes, ours and in brackets the paper's."
+    mine = main_runs([r for r in records if r["task"] == "continual" and r["dataset"] == dataset])
+    f, common = continual_table(mine, dataset), common_training([r for r in mine if not variant(r)] or mine)
+    f = f[f.ours.notna()].sort_values("steps", key=lambda s: s != common[0], kind="stable")
     ns, line = sorted(f.n_classes.unique()), lambda cells: "| " + " | ".join(map(str, cells)) + " |"
     text = lambda r: f"{r.ours:.1f}" + ("" if pd.isna(r.paper) else f" ({r.paper:.1f})")
     lines = []
-    for (m, v), g in f.groupby(["method", "variant"], sort=False):
+    for (m, v, steps, runs), g in f.groupby(["method", "variant", "steps", "runs"], sort=False):
         at = {r.n_classes: text(r) for r in g.itertuples()}
-        lines.append(line([method_label(m) + (f", {v}" if v else ""), f"{g.steps.iloc[0]:,.0f}", *(at.get(n, "–") for n in ns)]))
-    return "\n".join([line(["Method", "Steps", *ns]), line(["---"]*(2 + len(ns))), *lines])
+        lines.append(line([method_label(m) + (f", {v}" if v else ""), f"{steps:,.0f}", runs, *(at.get(n, "–") for n in ns)]))
+    return "\n".join([line(["Method", "Steps", "Runs", *ns]), line(["---"]*(3 + len(ns))), *lines])

@@ -19,8 +19,9 @@ from .tables import METHODS, method_label
 
 # %% auto #0
 __all__ = ['CARD', 'INK', 'FAINT', 'METHOD_STYLE', 'CYCLE', 'RC', 'Card', 'styled', 'figure_name', 'save_fig', 'fewshot_figure',
-           'curve', 'learning_curves', 'accuracy_trajectories', 'zero_mean', 'paper_ablation', 'ablation_curves',
-           'mask_figure', 'activation_heatmap', 'mask_animation', 'attention_trajectories']
+           'curve', 'learning_curves', 'accuracy_trajectories', 'smoothed', 'forgetting_curves', 'zero_mean',
+           'paper_ablation', 'ablation_curves', 'mask_figure', 'activation_heatmap', 'mask_animation',
+           'attention_trajectories']
 
 # %% ../nbs/17_viz.ipynb #843f064a
 CARD, INK, FAINT = "#fbfbf9", "#222222", "#c9c9c4"
@@ -166,6 +167,28 @@ def accuracy_trajectories(
     if theirs: _paper_panel(axes[0, 1], dataset, curves)
     kinds = [Line2D([], [], color=INK, ls=l, label=t) for l, t in (("-", "test"), ("--", "train"))]
     _legend(fig, [Line2D([], [], **METHOD_STYLE[m] | {"linestyle": "-"}, label=method_label(m)) for m in curves] + kinds)
+    return fig
+
+# %% ../nbs/17_viz.ipynb #8db7161e
+def smoothed(
+    ages, # accuracy of each class at the end, in the order they were learnt
+) -> tuple:
+    "How many classes were learnt since, and the running mean of the accuracies over a tenth of the classes."
+    w = max(1, len(ages)//10)
+    return len(ages) - np.arange(len(ages) - w + 1) - (w + 1)/2, np.convolve(ages, np.ones(w)/w, "valid")
+
+@styled
+def forgetting_curves(
+    ages,    # method -> accuracy of each class, in the order they were learnt
+    fast={}, # the same where all fast weights move at meta-test; dashed
+    title="",
+):
+    "Accuracy at the end over how long ago a class was learnt."
+    fig, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    for of, ls in ((ages, "-"), (fast, "--")):
+        for m in (m for m in METHODS if m in of): ax.plot(*smoothed(of[m]), color=METHOD_STYLE[m]["color"], ls=ls, label=method_label(m) + (", all fast weights move" if of is fast else ""))
+    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title); ax.set_xlim(left=0); ax.grid(color=FAINT, lw=.6)
+    _legend(fig, ax.get_legend_handles_labels()[0], columns=3)
     return fig
 
 # %% ../nbs/17_viz.ipynb #33b5434e

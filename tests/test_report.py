@@ -3,6 +3,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
-from aim_nb import activation, findings
+from aim_nb import activation, findings, sweep
 from aim_nb.core import Protocol, budget
 from aim_nb.paper import bands, claims, errata, paper_cells, paper_labels, paper_table, paper_value
 from aim_nb.records import new_record, save_record
+from aim_nb.tables import trajectory_markdown
 from aim_nb.train_continual import USUAL_NORM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,12 +30,12 @@ def fewshot(method="sib", shift=0., name="paper", seed=0, dataset="cifar-fs", n_
     return new_record("fewshot", dataset, method, seed, budget(name), Protocol(decision=decision, **protocol), parameters, "0", dict(accuracy=base + shift, ci95=ci95))
 
 
-def continual(method="oml", shift=0., name="paper", dataset="omniglot", norm=USUAL_NORM):
+def continual(method="oml", shift=0., name="paper", dataset="omniglot", norm=USUAL_NORM, runs=2, n_classes=None, **effort):
     "A made-up continual record, `shift` points from the paper's figures."
-    rows = paper_table("continualz", dataset=dataset, method=method)
-    test = [[r["accuracy"] + shift + e for r in rows] for e in (-.2, .2)]
+    rows = [r for r in paper_table("continualz", dataset=dataset, method=method) if n_classes is None or r["n_classes"] <= n_classes]
+    test = [[r["accuracy"] + shift + e for r in rows] for e in np.linspace(-.2, .2, runs)]
     metrics = dict(n_classes=[r["n_classes"] for r in rows], test=test, train=[[min(100., a + 2) for a in run] for run in test], accuracy=50., ci95=1.)
-    return new_record("continual", dataset, method, 0, budget(name, "continual"), Protocol(norm=norm), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
+    return new_record("continual", dataset, method, 0, replace(budget(name, "continual"), runs=runs, classes=n_classes or 0, **effort), Protocol(norm=norm), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
 
 
 def use(dataset="cifar-fs", method="sib+aim", n_shot=1, last=None, name="paper"):
@@ -72,6 +74,16 @@ def test_aim_alone_does_not_count():
     records = [fewshot("sib+aim")]
     assert covered(records) == 0
     assert {r["verdict"] for r in findings.cell_rows(records) if r["ours"] is not None} == {"not reached"}
+
+
+def test_shorter_trainings_say_whether_they_count():
+    said = lambda off: {r["verdict"] for r in findings.cell_rows([fewshot(m, off, name="quick") for m in ("sib", "sib+aim")]) if r["ours"] is not None}
+    assert (said(1.), said(-9.)) == ({"other budget"}, {"other budget, not reached"})
+
+
+def test_a_one_cycle_backbone_is_named_in_the_verdict():
+    rows = findings.cell_rows([fewshot(m, name="paper-onecycle") for m in ("sib", "sib+aim")])
+    assert {r["verdict"] for r in rows if r["ours"] is not None} == {"reproduced (no spread, one-cycle backbone)"}
 
 
 def test_another_budgets_plain_method_does_not_help():
@@ -154,12 +166,62 @@ def test_claims_for_a_reader_show_the_longest_training_once():
     assert verdicts([continual("oml"), continual("oml+aim", 1., norm="affine")], "aim-beats-oml") == ["not measured"]
 
 
+def test_meta_tests_of_unequal_effort_are_compared_where_both_have_points():
+    "Ten runs beside five, a linear layer that was only followed to 100 classes with three: same training, same n, no fall back to a shorter one."
+    long = [continual("oml", name="paper@2000", runs=10), continual("oml+aim", 1., name="paper@2000", runs=5, rates=2, rate_runs=1), continual("oml+linear", 60., name="paper@2000", runs=3, n_classes=100)]
+    short = [continual(m, name="paper@500", runs=3) for m in ("oml", "oml+aim", "oml+linear")]
+    rows = findings.claim_rows(long + short, ["aim-beats-oml", "aim-beats-oml-linear"])
+    at = lambda id, b: [r["where"]["n_classes"] for r in rows if (r["id"], r["budget"]) == (id, b)]
+    assert len(at("aim-beats-oml", "paper@2000")) == 9 and at("aim-beats-oml-linear", "paper@2000") == [10, 50, 75, 100]
+    assert all("2,000 of the paper's" in line for line in findings.gain_lines(long + short))
+    again = findings.points([long[0], continual("oml", 9., name="paper@2000", runs=3)])      # a second, smaller test is no second seed
+    assert {(p.values["accuracy"].n, p.keys[0]) for p in again} == {(1, long[0]["key"])}
+    wide = long[1] | dict(budget=long[1]["budget"] | dict(width=48))
+    assert [r["verdict"] for r in findings.claim_rows([long[0], wide], ["aim-beats-oml"])] == ["not measured"]
+
+
+def test_a_longer_training_never_stands_as_a_partner():
+    "ANML after 4,000 steps has an extra row; beside ANML+AIM stands ANML after 2,000."
+    records = [continual(m, name="paper@2000") for m in ("oml", "anml", "anml+aim")] + [continual("anml", 9., name="paper@4000", runs=3)]
+    lines = [line.split(" | ")[:2] for line in trajectory_markdown(records, "omniglot").splitlines()[2:]]
+    assert lines == [["| OML", "2,000"], ["| ANML", "2,000"], ["| ANML+AIM", "2,000"], ["| ANML", "4,000"]]
+    assert "2,000 of the paper's" in findings.gain_lines(records)[0]
+
+
 def test_sentences_to_quote():
     records = [continual("oml", 2.), continual("oml", 5., name="paper@500"), continual("oml+aim", 1., name="paper@500"), fewshot("sib"), fewshot("sib+aim", -1.)]
-    (plain,), gains = findings.plain_lines(records), findings.gain_lines(records)
+    (sib, plain), gains = findings.plain_lines(records), findings.gain_lines(records)
+    assert "SIB on cifar-fs, conv4, 1-shot" in sib and "68.7 % (paper: 68.7)" in sib
     assert "OML on omniglot" in plain and "the paper's 20,000 steps, one seed" in plain and "96.3 % after 10 classes (paper: 94.3)" in plain
     assert len(gains) == 2 and "AIM over SIB on cifar-fs, conv4, 1-shot" in gains[0] and "+1.4 ± 0.6 points (paper: +2.4)" in gains[0]
-    assert "500 of the paper's 20,000 steps" in gains[1] and "at 600 classes" in gains[1]
+    assert "500 of the paper's 20,000 steps" in gains[1] and "after 600 classes" in gains[1]
+
+
+def test_the_linear_layer_is_said_to_learn_only_where_it_does():
+    say = lambda shift: findings.plain_lines([continual("oml+linear", shift, name="paper@500")])[0]
+    assert "it learns" in say(50.) and "it learns" not in say(0.)
+    (line,) = findings.gain_lines([continual("oml+linear", 50., name="paper@500"), continual("oml+aim", 1., name="paper@500")])
+    assert "AIM over OML+Linear on omniglot" in line
+
+
+def test_where_plain_methods_are_heading():
+    "Four points a doubling from 30 below the paper's ANML: 20,000 steps are 5.3 doublings on; two lengths make no trend, and a narrow network is none of them."
+    lengths = [continual("anml", -30. + 4*i, name=f"paper@{500*2**i}") for i in range(3)]
+    (line,) = findings.band_lines([*lengths, continual("anml", 20., name="quick")])
+    assert "gains 4.0 points at 600 classes" in line and "extrapolation" in line and f"would give {63.4 - 30 + 4*np.log2(40):.0f} %" in line and "not met" in line
+    assert "extrapolation" not in findings.band_lines(lengths[:2])[0]
+    other = continual("anml", 20., name="paper@4000"); other["parameters"] = dict(lr_in=.1)      # another inner rate is another method
+    assert findings.band_lines([*lengths, other]) == findings.band_lines(lengths) and covered([*lengths, other], "paper@4000") == 0
+
+
+def test_claims_in_boxes():
+    boxes = lambda records: {line[2:]: b.splitlines()[0] for b in findings.summary_markdown(records).split("\n\n**") for line in b.splitlines()[2:]}
+    where = lambda records, text: next(b.strip("*") for line, b in boxes(records).items() if line.startswith(text))
+    runs = lambda shift, name: [continual("oml", shift, name=name), continual("oml+aim", 1., name=name)]
+    assert where(runs(0., "paper"), "Adding AIM to OML") == findings.HELD
+    assert where(runs(45., "paper@500"), "Adding AIM to OML") == findings.NOT_HELD + findings.SO_FAR
+    assert where(runs(-40., "paper"), "Adding AIM to OML") == where([], "Adding AIM to OML") == findings.UNTESTED
+    assert where([continual("anml"), continual("anml+aim")], "Adding AIM to ANML") == findings.UNTESTED      # the claim leaves Omniglot out
 
 
 def test_a_figure_is_of_one_budget_with_the_most_methods():
@@ -185,16 +247,33 @@ def test_text_is_plain_and_complete():
     assert all(len(line) < 200 for line in text.splitlines())
 
 
-def test_costs_come_from_records_where_there_are_any():
-    records = [fewshot("sib+aim", name="quick") | dict(seconds=400.)]
-    hours, basis = findings.run_hours(dict(task="fewshot", dataset="cifar-fs", backbone="conv4", method="sib+aim"), records)
-    assert basis == "measured" and abs(hours - 400/4000*50000/3600) < 1e-9
+def test_costs_are_the_sweeps_own():
+    "One estimate for all: a block costs what `aim-nb sweep` says of the same runs, and a meta-test does not grow with the training."
+    runs = [r for r in sweep.expand("few-shot-cifar-fs-wrn") if r.settings["seed"] == 0]
+    row = next(m for m in findings.missing([], seeds=1) if (m["table"], m["dataset"], m["backbone"]) == ("few-shot", "cifar-fs", "wrn-28-10"))
+    assert abs(row["hours"]*3600 - sum(map(sweep.seconds, runs))) < 1 and 20 < row["backbone_hours"]/24 < 22
+    where = dict(task="continual", dataset="omniglot", method="anml+aim")
+    assert findings.run_hours(where)*3600 == sweep.training_seconds(findings.paper_run(where)) + sweep.testing_seconds(findings.paper_run(where))
+
+
+def test_planned_runs_without_a_record_are_listed():
+    plans = [p.stem for p in sorted((ROOT / "plans").glob("2*.toml"))]
+    assert list(findings.unmade([])) == plans and all(findings.unmade([]).values())
+    text = findings.report_text([])
+    assert all(p in text for p in plans) and "| 2b-omniglot | omniglot oml paper@2000" in findings.unmade_markdown([])
 
 
 def test_figures_are_named_as_the_paper_names_them():
     names = set(findings.all_figures([use(), use(n_shot=5), use("glyphs"), use("omniglot", "oml+aim"), continual("oml"), continual("oml+aim")]))
     assert {"mask-cifarfs_1shot_conv", "mask-cifarfs_5shot_conv", "mask-glyphs_1shot_conv", "activation_cifar-fs", "attn_weight_conv_cifar-fs", "mask-cont_omni", "benchmark_continual_omniglot"} <= names
     assert all(re.fullmatch(r"[\w.+-]+", n) for n in names)
+
+
+def test_forgetting_is_drawn_and_numbered():
+    ages = lambda method, *by_age: (r := continual(method, name="paper@500")) | dict(metrics=r["metrics"] | dict(by_age=list(by_age), forgetting=by_age[-1] - by_age[0]))
+    records = [ages("oml", 80., 70., 60., 75.), ages("oml+aim", 10., 20., 60., 90.), continual("anml", name="paper@500")]
+    assert "forgetting_omniglot" in findings.all_figures(records) and "forgetting_omniglot" not in findings.all_figures(records[2:])
+    assert [line.split(" | ")[-1] for line in findings.forgetting_markdown(records).splitlines()[2:]] == ["-5.0 |", "+80.0 |"]
 
 
 def test_halving_and_slow_masks_never_pose_as_the_papers():
