@@ -32,6 +32,9 @@ class Steps:
         layer, z,       # (B, D) all rows
         n=0,            # how many of them, the first ones, are support rows of a step to `adapt` to
     ): self.layer, self.z, self.n = layer, z, n
+    def dots(self, X):
+        "The products of some outputs with one another."
+        return X @ X.mT
     def support(self):
         "The layer's output for the support rows."
     def adapt(self, g, lr):
@@ -79,6 +82,7 @@ class LinearSteps(Steps):
         "A product with wide matrices, its columns shared out."
         n = max(1, self.layer.threads)
         share_out(fn, [job(*parts) for parts in zip(*(m.detach().tensor_split(n, 1) for m in wide))], n)
+    def dots(self, X): return sum(share_out(super().dots, [(x,) for x in X.tensor_split(max(1, self.layer.threads), 1)], self.layer.threads))
     def support(self): return self.y[:self.n]
     def adapt(self, g, lr):
         self.held, gram = (g, lr), self.z @ self.z[:self.n].t()*lr

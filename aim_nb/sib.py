@@ -136,11 +136,12 @@ def sib_forward(
     X,       # (..., n + q, d) features: n support rows, then q queries (none: the support rows are the queries)
     A,       # (n_way, n) class averages of the support rows
     steps=3, eps=1e-3,
+    dots=lambda X: X @ X.mT, # how the rows' products with one another are computed
 ) -> tuple:
     "Logits (..., q, n_way) and what `sib_backward` needs; run it under `torch.no_grad()`."
     n = A.shape[-1]
     k = 0 if n == X.shape[-2] else n                                  # where the queries begin
-    XX, Q = X @ X.mT, X[..., k:, :]
+    XX, Q = dots(X), X[..., k:, :]
     inv = XX.diagonal(dim1=-2, dim2=-1).clamp_min(1e-24).rsqrt_()[..., None]
     ii = inv[..., k:, :]*inv[..., k:, :].mT
     mean = (A*inv[..., :n, :].mT) @ X[..., :n, :]

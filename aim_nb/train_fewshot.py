@@ -63,7 +63,7 @@ class Episodic(NamedTuple):
     p: SIBParams; A: torch.Tensor; n: int; Ys: torch.Tensor; Yq: torch.Tensor
     steps: int; eps: float; rates: Rates; update: str; adapt: bool
 
-    def sib(self, X): return sib_forward(self.p, X, self.A, self.steps, self.eps)
+    def sib(self, X, dots): return sib_forward(self.p, X, self.A, self.steps, self.eps, dots)
 
 # %% ../nbs/16_train_fewshot.ipynb #fad9cc9d
 @torch.no_grad()
@@ -73,9 +73,9 @@ def double_step(
 ) -> tuple:
     "Inner, then outer step of one episode; returns logits and the head's gradients."
     if t.adapt:
-        s, tape = t.sib(steps.support())
+        s, tape = t.sib(steps.support(), steps.dots)
         steps.adapt(sib_backward(t.p, tape, cross_entropy_grad(s, t.Ys), params=False)[0], t.rates.nu_in)
-    s, tape = t.sib(steps.output())
+    s, tape = t.sib(steps.output(), steps.dots)
     g, dp = sib_backward(t.p, tape, cross_entropy_grad(s, t.Yq), mixed=steps.mixed)
     steps.write_(g, 0. if t.update == "algorithm1" else t.rates.nu_out, keep=t.update != "episode")
     return s, dp
