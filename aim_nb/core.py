@@ -5,6 +5,7 @@
 # %% ../nbs/00_core.ipynb #9e9a1608
 from __future__ import annotations
 import contextlib, ctypes, functools, hashlib, json, os, shutil, sys, tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 __all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'PAPER_LONG', 'GLYPHS_QUICK', 'AimError',
            'check_choice', 'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test', 'atomic_file',
            'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env',
-           'use_threads', 'threads', 'keep_memory', 'pick_device', 'progress', 'Protocol', 'Budget', 'budget']
+           'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device', 'progress', 'Protocol', 'Budget',
+           'budget']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -144,6 +146,15 @@ def threads(n):
     use_threads(n)
     try: yield
     finally: torch.set_num_threads(before)
+
+@functools.cache
+def _crew(n, process): return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))   # a forked process has none of its parent's threads
+
+def share_out(fn, jobs, n=1): # function, list of its arguments' tuples
+    "Call `fn` for every job, on `n` cores, each job on one."
+    if n < 2: return [fn(*job) for job in jobs]
+    shares = list(_crew(n, os.getpid()).map(lambda k: [fn(*job) for job in jobs[k::n]], range(n)))
+    return [shares[i % n][i//n] for i in range(len(jobs))]
 
 @functools.cache
 def keep_memory() -> bool:

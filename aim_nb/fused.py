@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from .aim import AIM, Identity, LinearTwin, matrices, plan, unit, unit_grad
-from .core import threads
+from .core import share_out
 
 # %% auto #0
-__all__ = ['Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'LinearSteps', 'LinearEpisodes', 'Scratch', 'Part',
-           'products', 'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot', 'vbm', 'Tied', 'Stepped', 'Queries',
-           'mixtures', 'write_states_', 'moving_queries', 'AIMOutputs', 'AIMSteps', 'AIMEpisodes', 'block_length',
-           'episodes', 'steps']
+__all__ = ['Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'multiply', 'subtract_', 'LinearSteps',
+           'LinearEpisodes', 'Scratch', 'Part', 'products', 'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot',
+           'vbm', 'Tied', 'Stepped', 'Queries', 'mixtures', 'write_states_', 'moving_queries', 'AIMOutputs', 'AIMSteps',
+           'AIMEpisodes', 'block_length', 'episodes', 'steps']
 
 # %% ../nbs/11_fused.ipynb #3a94c4d3
 class Mixed(NamedTuple):
@@ -64,17 +64,25 @@ class IdentityEpisodes(Episodes):
     steps = IdentitySteps
 
 # %% ../nbs/11_fused.ipynb #b0674ef3
+def multiply(x, W, out): torch.mm(x, W, out=out)
+def subtract_(W, x, r): W.addmm_(x, r, alpha=-1)
+
 class LinearSteps(Steps):
     "The linear map's: its matrix is read once and written once."
     mixed = True
     def __init__(self, layer, z, n=0):
         super().__init__(layer, z, n)
         self.rows, self.held = z.new_empty(3*len(z), layer.d_out), None     # outputs first, then whatever rows the gradient mixes: one product writes them all
-        with threads(layer.threads): self.y = torch.mm(z, layer.W, out=self.rows[:len(z)])
+        self.y = self.rows[:len(z)]
+        self.by_columns(multiply, lambda W, y: (z, W, y), layer.W, self.y)
+    def by_columns(self, fn, job, *wide):
+        "A product with wide matrices, its columns shared out."
+        n = max(1, self.layer.threads)
+        share_out(fn, [job(*parts) for parts in zip(*(m.detach().tensor_split(n, 1) for m in wide))], n)
     def support(self): return self.y[:self.n]
     def adapt(self, g, lr):
-        self.held, gram = (g, lr), self.z @ self.z[:self.n].t()
-        with threads(self.layer.threads): self.y.addmm_(gram, g, alpha=-lr)     # in place: a fresh 5 MB would cost as much as the product
+        self.held, gram = (g, lr), self.z @ self.z[:self.n].t()*lr
+        self.by_columns(subtract_, lambda y, g: (y, gram, g), self.y, g)        # in place: a fresh 5 MB would cost as much as the product
     def output(self): return self.y
     def write_(self, g, lr, keep=True):
         z, more = self.z.t(), []
@@ -84,7 +92,8 @@ class LinearSteps(Steps):
         if self.held and keep: left.append(z[:, :self.n]*self.held[1]); more.append(self.held[0])
         m = len(self.z)
         for r in more: self.rows[m:m + len(r)] = r; m += len(r)
-        with threads(self.layer.threads): self.layer.W.addmm_(torch.cat(left, 1), self.rows[:m], alpha=-1)
+        left = torch.cat(left, 1)
+        self.by_columns(subtract_, lambda W, r: (W, left, r), self.layer.W, self.rows[:m])
 
 class LinearEpisodes(Episodes):
     "Those of the linear map."
@@ -108,11 +117,11 @@ class Part(NamedTuple):
     starts: torch.Tensor # (B,) the first pair of each row
     Y: torch.Tensor      # (N, V)
 
-def products(z, W, mask, scratch) -> Part:
+def products(z, W, mask, scratch, cores=1) -> Part:
     "The pairs of a mask, multiplied: one product a mechanism."
     p, place = plan(mask), torch.zeros_like(mask, dtype=torch.long)
     Z, Y = scratch.gather("Z", z, p.rows), scratch.take("Y", len(p.rows), W)
-    for W_m, z_m, y_m in zip(matrices(W, p.active), Z.split(p.sizes), Y.split(p.sizes)): torch.mm(z_m, W_m, out=y_m)
+    share_out(multiply, [*zip(Z.split(p.sizes), matrices(W, p.active), Y.split(p.sizes))], cores)
     place[p.rows, p.mech] = torch.arange(len(p.rows), device=z.device)
     (rows, mech), n = mask.nonzero(as_tuple=True), mask.sum(1)
     return Part(rows, mech, place[rows, mech], n.cumsum(0) - n, Y)
@@ -149,12 +158,12 @@ class Pending:
     def tilt(self, da, g, gram): # (B, M) slopes, (B, V)
         "The slopes after the steps, in place."
         return da.addmm_((g @ self.r[:self.n].t()).mul_(gram[:, :self.n]), self.w[:self.n], alpha=-1) if self.n else da
-    def write_(self, W, scratch): # (M, D, V)
+    def write_(self, W, scratch, cores=1): # (M, D, V)
         "Into the weights with all of them: one product a mechanism."
         w, self.n = self.w[:self.n], 0
         p = plan(w != 0)
         Z, R = scratch.gather("Z", self.z, p.rows), scratch.gather("Y", self.r, p.rows).mul_(w[p.rows, p.mech, None])
-        for W_m, z_m, r_m in zip(matrices(W, p.active), Z.t().split(p.sizes, 1), R.split(p.sizes)): W_m.addmm_(z_m, r_m, alpha=-1)
+        share_out(subtract_, [*zip(matrices(W, p.active), Z.t().split(p.sizes, 1), R.split(p.sizes))], cores)
 
 # %% ../nbs/11_fused.ipynb #c2a01a45
 def dot(x, y): return (x*y).sum(-1, keepdim=True)
@@ -351,8 +360,6 @@ class AIMEpisodes(Episodes):
         super().__init__(layer, n)
         self.alone, self.values, self.scratch, self.queries = alone, None, Scratch(), None
 
-    def wide(self): return self.layer.threads if self.layer.d_in*self.layer.d_out >= 2**18 else 0     # threads: waking one takes longer than a small mechanism's product
-
     @torch.no_grad()
     def begin(self, Z, ranks_in=None, ranks=None):
         aim, n, (T, B) = self.layer, self.n, Z.shape[:2]
@@ -361,7 +368,7 @@ class AIMEpisodes(Episodes):
         a, stack = aim.scores(aim.keys(Z), self.queries.q), lambda r: None if r[0] is None else torch.stack(r).view(T, -1, aim.K)
         self.known = aim.choose(a, stack(self.ranks))
         if n: self.known[:, :n] |= aim.choose(a[:, :n], stack(self.ranks_in))
-        with threads(self.wide()): whole = products(Z.flatten(0, 1), aim.W_M, self.known.flatten(0, 1), self.scratch)
+        whole = products(Z.flatten(0, 1), aim.W_M, self.known.flatten(0, 1), self.scratch, aim.threads)
         self.parts, self.heads = part_split(whole, T, n)
 
     @torch.no_grad()
@@ -370,7 +377,8 @@ class AIMEpisodes(Episodes):
     @torch.no_grad()
     def write_(self):
         if not self.values or not self.values.n: return
-        with threads(self.wide()): self.values.write_(self.layer.W_M.detach(), self.scratch); self.queries.write_()
+        self.values.write_(self.layer.W_M.detach(), self.scratch, self.layer.threads)
+        self.queries.write_()
 
 # %% ../nbs/11_fused.ipynb #8bc35662
 def block_length(layer) -> int:

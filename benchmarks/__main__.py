@@ -6,11 +6,12 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")     # before torch: idle threads sleep, so that other processes do not slow the timed ones down
 
-from . import continual, few_shot, harness, images, layer   # noqa: E402
+from . import continual, few_shot, harness, images, layer, profiles   # noqa: E402, F401
 from .check import misses                                    # noqa: E402
 from .table import line                                      # noqa: E402
 
@@ -29,9 +30,9 @@ def run(names, plan, keep, cpu) -> list:
 
 
 def merge(old, new) -> list:
-    "The new rows in the place of old ones of the same name."
-    names = {r["case"] for r in new}
-    return [r for r in old if r["case"] not in names] + new
+    "The new rows in the place of all that their cases gave before; the rest stays as it was measured."
+    names = {r["of"] for r in new}
+    return [r for r in old if r["of"] not in names] + new
 
 
 def main():
@@ -45,14 +46,13 @@ def main():
     harness.CLOCK[0] = a.clock
     if not a.check:
         here = harness.machine()
-        harness.GBS[0] = here["gbs"]
         print(f"{here['cpu']}, {here['threads']} threads: {here['gflops']:.0f} GFLOP/s, {here['gbs']:.0f} GB/s, torch {here['torch']}")
         old, start = json.loads(a.out.read_text())["rows"] if a.out.exists() and a.names else [], time.time()
-        run(a.names, a.plan, lambda rows: harness.write(merge(old, rows), a.out, machine=here, plan=a.plan, seconds=round(time.time() - start)), here["cpu"])
+        run(a.names, a.plan, lambda rows: harness.write(merge(old, rows), a.out, machine=here, seconds=round(time.time() - start)), here["cpu"])
     if not a.out.exists(): sys.exit(f"{a.out} is not there yet: make bench first.")
     stored = json.loads(a.out.read_text())
-    found, m = misses(stored["rows"]), stored["machine"]
-    print(f"\n{len(stored['rows'])} rows, {m['threads']} thread(s), {m['clock']} clock: " + ("\n" + "\n".join(found) if found else "every bar is met"))
+    found, kinds = misses(stored["rows"]), Counter("{} thread(s), {} clock, plan {}".format(*map(r.get, ("threads", "clock", "plan"))) for r in stored["rows"])
+    print("\n" + "; ".join(f"{n} rows with {kind}" for kind, n in kinds.items()), *(found or ["every bar is met"]), sep="\n")
     if a.check: sys.exit(bool(found))
 
 

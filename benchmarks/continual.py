@@ -1,6 +1,8 @@
 """Continual learning: outer steps, the inner loop alone, meta-test under Adam."""
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 
@@ -12,12 +14,13 @@ from aim_nb.fastweights import FastAIM
 from aim_nb.oml import OML, FastTail, inner_steps, oml_loss
 from aim_nb.reference import PlainAIM, PlainANML, PlainOML, PlainTail, copy_weights, plain_convs, plain_inner, plain_metatest, plain_outer
 
-from .harness import CLOCK, case, compare, median, own_process, seconds, value_row
+from .harness import CLOCK, case, compare, median, own_process, seconds, steadily, value_row
 from .layer import flat, together
+from .work import adam_step, outer_step
+from .work import inner_loop as inner_work
 
 SIZE = {"omniglot": dict(side=28, n_out=1000, release_channels=3, channels=1), "cifar": dict(side=32, n_out=100, release_channels=3, channels=3)}
 RELEASE_OUTER = {("oml", "omniglot"): 2.85, ("oml", "cifar"): 10.7, ("anml", "omniglot"): 16.6}
-BAR_OUTER = {("oml", "omniglot"): 3, ("oml", "cifar"): 5, ("anml", "omniglot"): 10}
 
 
 def make_images(n_classes, each, channels, side, seed=0):
@@ -70,34 +73,36 @@ def outer_pair(method, data, gate, release, tiny=False):
     return fast, x, T, own_step(method, fast, x, y, T, **own), lambda: plain_outer(plain, ref, x, y, x[-T:], y[-T:], names, ranks=ranks, last=last)
 
 
-def conv_share(rln, x, plan):
-    "Images a second through forward and backward of the convolutions in the meta-batch, over those in a batch six times as large."
-    def run(images):
-        rln.zero_grad(); rln(images).sum().backward()
-    big = x.repeat(6, 1, 1, 1)
-    small, large = together([lambda: run(x), lambda: run(big)], dict(plan, seconds=0., repeats=min(3, plan["repeats"])))
-    return dict(conv_ms=small, conv_of_large_batch=large / 6 / small)
-
-
 @case("continual")
 def outer_steps(plan):
     "Outer steps at the release's switches and at the project's defaults."
     few = dict(plan, seconds=0., repeats=min(3, plan["repeats"]))
-    for method, data in (("oml", "omniglot"),) if plan["tiny"] else (("oml", "omniglot"), ("oml", "cifar"), ("anml", "omniglot")):
+    for method, data in product(("oml", "anml"), SIZE):
         for release in (True, False):
             fast, x, T, ours, ref = outer_pair(method, data, "raw" if release else "sigmoid", release, plan["tiny"])
-            key = dict(release=RELEASE_OUTER[method, data], bar=BAR_OUTER[method, data]) if release else {}
-            row = compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=2 if release else 1, **key)
-            if method == "oml": row |= conv_share(fast.rln, x, plan)
-            yield row
+            yield compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=2 if release else 1,
+                          work=outer_step(fast, x.shape[1:], len(x), T, fast_p=not release), items=("images", len(x)), release=RELEASE_OUTER.get((method, data)) if release else None)
             del fast, x, ours, ref      # the networks of the next size need the memory
+
+
+def kept(what, plan, *data):
+    def run(): return own_process("benchmarks.kept", what, "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0], *data)
+    return steadily(run, plan, tries=2)
+
+
+@case("continual")
+def convolutions(plan):
+    "The convolutions within an outer step of OML+AIM against the best that they reach alone, memory kept as in training."
+    for data in SIZE:
+        found, seen = kept("convolutions", plan, data)
+        yield value_row(f"convolutions of the outer step oml+aim {data}", found.pop("share"), "of their best rate alone", seen, **found)
 
 
 @case("continual")
 def per_image_norm(plan):
-    "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map (folded into the convolutions), memory kept as in training, which needs a process of its own."
-    found = own_process("benchmarks.norms", "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0])
-    return [value_row("outer step oml+aim omniglot, per-image norm over affine", found["instance_ms"] / found["affine_ms"], "x", bar=1.15, at_most=True, **found)]
+    "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map (folded into the convolutions), memory kept as in training."
+    found, seen = kept("norms", plan)
+    return [value_row("outer step oml+aim omniglot, per-image norm over affine", found["instance_ms"] / found["affine_ms"], "x", seen, **found)]
 
 
 @case("continual")
@@ -110,7 +115,8 @@ def inner_loop(plan):
     @torch.no_grad()
     def ours(): inner_steps(FastTail(fast.tail), f, y[-T:], ranks)
     few = dict(plan, repeats=min(5, plan["repeats"]))
-    row = compare("inner loop oml+aim omniglot, features given", ours, lambda: plain_inner(plain.tail, f, y[-T:], ("",), ranks=ranks), few, tries=2, release=2.17, bar=20)
+    row = compare("inner loop oml+aim omniglot, features given", ours, lambda: plain_inner(plain.tail, f, y[-T:], ("",), ranks=ranks), few, tries=2,
+                  work=inner_work(fast.tail, T), items=("images", T), release=2.17)
     return [row]
 
 
@@ -126,7 +132,8 @@ def inner_against_M(plan):
             fast = FastAIM(aim, 1e-2)
             for z in x: fast(z[None]); fast.step(g)
         return run
-    return [flat(f"inner loop of 20 steps, D={D}, against M", Ms, together([loop(M) for M in Ms], plan), bar=1.5)]
+    loops = [loop(M) for M in Ms]
+    return [flat(f"inner loop of 20 steps, D={D}, against M", Ms, *steadily(lambda: together(loops, plan), plan))]
 
 
 def adam_trajectory(fast, f, y):
@@ -139,22 +146,27 @@ def adam_trajectory(fast, f, y):
     return step
 
 
-@case("continual")
-def meta_test(plan):
-    "One step of a meta-test trajectory, every fast parameter under exact Adam."
-    fast, plain, shape = nets("oml", "omniglot", "raw", True, plan["tiny"])
-    n, T = (3, 2) if plan["tiny"] else (40, 15)
+def metatest_pair(tiny):
+    "A step of a trajectory of both sides, ours after a hundred; and what it learns from: network, features, labels, images a class."
+    fast, plain, shape = nets("oml", "omniglot", "raw", True, tiny)
+    n, T = (3, 2) if tiny else (40, 15)
     x, y = make_images(n, T, *shape[:2], seed=3).flatten(0, 1), torch.arange(n).repeat_interleave(T).tolist()
     fast.eval()
     with torch.no_grad(): f = torch.cat([fast.rln(part) for part in x.split(50)])
-    step = adam_trajectory(fast, f, y)
-    for _ in range(2 if plan["tiny"] else 100): step()
-    ref = dict(opt=None, t=0)
+    step, ref = adam_trajectory(fast, f, y), dict(opt=None, t=0)
+    for _ in range(2 if tiny else 100): step()
     def plain_step():
         t = ref["t"] = (ref["t"] + 1) % len(x)
         ref["opt"] = plain_metatest(plain, x[t:t + 1], torch.tensor(y[t:t + 1]), optimiser=ref["opt"])
-    rows = [compare("meta-test step oml+aim omniglot, exact Adam", step, plain_step, dict(plan, seconds=4 * plan["seconds"]), release=.176, bar=20)]
-    return rows + [against_classes(fast, f, y, T, plan)]
+    return step, plain_step, (fast, f, y, T)
+
+
+@case("continual")
+def meta_test(plan):
+    "One step of a meta-test trajectory, every fast parameter under exact Adam."
+    step, plain_step, on = metatest_pair(plan["tiny"])
+    yield compare("meta-test step oml+aim omniglot, exact Adam", step, plain_step, dict(plan, seconds=4 * plan["seconds"]), work=adam_step(on[0].tail), items=("images", 1), release=.176)
+    yield against_classes(*on, plan)
 
 
 def against_classes(fast, f, y, T, plan):
@@ -163,5 +175,5 @@ def against_classes(fast, f, y, T, plan):
     def run(n):
         step = adam_trajectory(fast, f[:n * T], y[:n * T])
         return 1e3 * seconds(step, n * T) * n * T
-    times = [median([run(n) for _ in range(1 if plan["tiny"] else 3)]) for n in ns]
-    return flat("meta-test trajectory against classes", ns, times)
+    def times(): return [median([run(n) for _ in range(1 if plan["tiny"] else 3)]) for n in ns]
+    return flat("meta-test trajectory against classes", ns, *steadily(times, plan))

@@ -1,12 +1,9 @@
 """Few-shot: one training step, test episodes, a whole paper run."""
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from aim_nb.aim import AIM, Identity, linear_twin
 from aim_nb.core import threads, torch_rng
@@ -17,14 +14,14 @@ from aim_nb.sib import SIBHead, SIBParams
 from aim_nb.tasks import draw_episodes
 from aim_nb.train_fewshot import Episodic, FlatSGD, double_step, paper_rates
 
-from .harness import CLOCK, GBS, case, compare, median, own_process, seconds, value_row
+from .harness import CLOCK, case, compare, floors, median, own_process, seconds, steadily, value_row
+from .work import aim_episode, fewshot_step
 
+CORES = 2       # for which the bars are set
 SIZES = {"256->400": (256, 400), "640->800": (640, 800), "1600->800": (1600, 800)}
 TINY = {"256->400": (16, 20)}
 RELEASE_STEP = {"256->400": .065, "640->800": .218, "1600->800": .713}
 RELEASE_EPISODE = {"256->400": .033, "640->800": .119, "1600->800": .455}
-BAR_STEP = {"256->400": 6, "640->800": 7, "1600->800": 10}
-BAR_EPISODE = {"256->400": 20, "640->800": 40, "1600->800": 40}
 
 
 def sizes(plan): return TINY if plan["tiny"] else SIZES
@@ -92,8 +89,8 @@ def in_turn(fn, items):
 
 
 @torch.no_grad()
-def aim_floor(layer, items, n_shot, rate):
-    "Multiply-adds and bytes that AIM's share of a training step cannot do without, and the time they take at this machine's rates."
+def aim_work(layer, items, n_shot) -> tuple:
+    "Multiply-adds and bytes that AIM's share of a training step cannot do without, and the distinct mechanisms of a block."
     D, V, rows, T = layer.d_in, layer.d_out, 5 * n_shot + 75, block_length(layer)
     distinct, run = 0, episodes(layer, 5 * n_shot)
     for Z, *ranks in blocks(layer, items):
@@ -101,7 +98,7 @@ def aim_floor(layer, items, n_shot, rate):
         distinct += int(run.known.flatten(0, 1).any(0).sum()) / len(items)                              # a block's mechanisms, shared among its steps
     macs = 2 * rows * D * (layer.K * V + layer.d_k) + 3 * layer.M * layer.d_h * layer.d_k / T           # every row's output once, every update once: the inner step shares both
     moved = 4 * 3 * (distinct * (D * V + layer.d_h * layer.d_k) + D * layer.d_k)                        # read for the output; read and written by the update
-    return dict(macs=int(macs), bytes=int(moved), distinct=distinct * T, floor_ms=1e3 * max(2 * macs / rate / 1e9, moved / GBS[0] / 1e9))
+    return dict(macs=int(macs), bytes=int(moved)), distinct * T
 
 
 def aim_share(layer, items, n):
@@ -119,18 +116,27 @@ def aim_share(layer, items, n):
     return call
 
 
-def step_row(name, method, size, d, v, n_shot, plan, M=32, bars=True):
-    layer, head, plain, plain_head = model(method, d, v, M)
+def step_row(method, size, d, v, n_shot, plan, cores=0):
+    "A training step; `cores`: those of the plain side, and of our wide products alone, as training has it (0: as many as there are, for both)."
+    layer, head, plain, plain_head = model(method, d, v, 12 if plan["tiny"] else 32)
     items, ref = draws(d, n_shot), PlainFewshot(plain, plain_head, paper_rates(), n_shot)
-    ours, per = Stepper(layer, head, items, n_shot), len(items)
-    release, bar = (RELEASE_STEP[size], BAR_STEP[size]) if bars and method == "sib+aim" and n_shot == 1 else (None, None)
-    row = compare(name, ours, in_turn(ref.step, items), plan, release=release, bar=bar, per=per, size=size, shots=n_shot, method=method)
-    if method == "sib+aim" and bars:
-        floor, share = aim_floor(layer, items, n_shot, row["gflops"]), aim_share(layer, items, 5 * n_shot)
-        share()
-        share = median([seconds(share) / per for _ in range(plan["repeats"])])
-        row |= floor | dict(share_ms=1e3 * share, share_of_floor=1e3 * share / floor["floor_ms"], of_matmul=2 * floor["macs"] / share / row["gflops"] / 1e9, of_bandwidth=floor["bytes"] / share / GBS[0] / 1e9)
-    return row
+    step, layer.threads = Stepper(layer, head, items, n_shot), cores
+    def ours():
+        with threads(1 if cores else 0): step()
+    own, distinct = aim_work(layer, items, n_shot) if method == "sib+aim" else (None, 0)
+    release = RELEASE_STEP[size] if own and n_shot == 1 else None
+    with threads(cores): row = compare(f"training step {method} {size} {n_shot}-shot" + (f", {cores} threads" if cores else ""), ours, in_turn(ref.step, items), plan, per=len(items), release=release,
+                                       work=fewshot_step(layer, 5 * n_shot, 75, own), items=("episodes", 1), size=size, shots=n_shot, method=method)
+    return row | share_row(layer, items, n_shot, own, distinct, row, plan) if own and not cores else row
+
+
+def share_row(layer, items, n_shot, own, distinct, row, plan):
+    "AIM's share of a step beside its floor: the larger of its multiply-adds and its bytes at the machine's own rates."
+    call = aim_share(layer, items, 5 * n_shot)
+    call()
+    share, seen = steadily(lambda: median([seconds(call) / len(items) for _ in range(plan["repeats"])]), plan)
+    floor = max(floors(own, seen))
+    return dict(share_ms=1e3 * share, floor_ms=1e3 * floor, share_of_floor=share / floor, distinct=distinct, steady=row["steady"] and seen["steady"])
 
 
 @case("few-shot")
@@ -138,40 +144,26 @@ def training_step(plan):
     "Inner and outer step of one episode, features in memory."
     for m in ("sib+aim", "sib", "sib+linear"):
         for s, dv in sizes(plan).items():
-            for n in (1, 5): yield step_row(f"training step {m} {s} {n}-shot", m, s, *dv, n, plan, M=12 if plan["tiny"] else 32)
+            for n in (1, 5): yield step_row(m, s, *dv, n, plan)
 
 
 @case("few-shot")
 def on_all_cores(plan):
-    "The same with every core on both sides: the reference as torch shares its work out, ours with all threads for its wide products alone, as training has it."
-    for s, (d, v) in sizes(plan).items():
-        layer, head, plain, plain_head = model("sib+aim", d, v, 12 if plan["tiny"] else 32)
-        items, ref, cores = draws(d, 1), PlainFewshot(plain, plain_head, paper_rates(), 1), os.cpu_count()
-        ours, layer.threads = Stepper(layer, head, items), cores
-        def one(f):
-            def call():
-                with threads(1): f()
-            return call
-        with threads(cores): yield compare(f"training step sib+aim {s} 1-shot, {cores} threads", one(ours), in_turn(ref.step, items), plan, per=len(items), size=s, shots=1, method="sib+aim", threads=cores)
+    "The same with two cores on both sides: the reference as torch shares its work out, ours with both for its wide products alone, as training has it."
+    for s, dv in sizes(plan).items(): yield step_row("sib+aim", s, *dv, 1, plan, CORES)
 
 
 @case("few-shot")
 def evaluation(plan):
-    "Test episodes: adapt to the support set, answer the queries."
+    "Test episodes: adapt to the support set, answer the queries. Time per episode: ours over all of them at once, the reference one at a time."
     for size, (d, v) in sizes(plan).items():
         layer, head, plain, plain_head = model("sib+aim", d, v)
         n, (x, classes) = (4, make_features(d, 8, 30)) if plan["tiny"] else (2000, make_features(d, 20, 600))
         e = draw_episodes(classes, 0, range(n), stream="test")
         every = [torch.cat([torch.as_tensor(t[i]).flatten() for t in (e.support, e.query)]) for i in range(n)]
         one = in_turn(lambda z: plain_episode(plain, plain_head, z), [(x[r],) for r in every[:16]])
-        yield episode_row(size, n, lambda: evaluate(layer.eval(), head, x, e), one, plan)
-
-
-def episode_row(size, n, ours, one, plan):
-    "Time per episode: ours over all of them at once, the reference one at a time."
-    few = dict(plan, seconds=0., repeats=min(plan["repeats"], 3))
-    row = compare(f"test episode {size}", ours, one, few, release=RELEASE_EPISODE[size], bar=BAR_EPISODE[size], per=n, size=size, episodes=n)
-    return row | dict(episodes_per_second=1e3 / row["ours_ms"]["median"])
+        few = dict(plan, seconds=0., repeats=min(plan["repeats"], 3))
+        yield compare(f"test episode {size}", lambda: evaluate(layer.eval(), head, x, e), one, few, work=aim_episode(layer, len(x), n, 5, 75), items=("episodes", 1), release=RELEASE_EPISODE[size], per=n, size=size, episodes=n)
 
 
 @case("few-shot")
@@ -183,40 +175,17 @@ def sampling(plan):
         for i in range(n):
             rng = np.random.default_rng([0, i])
             for c in rng.choice(64, 5, replace=False): rng.choice(classes[c], 16, replace=False)
-    row = compare("sampling 5-way 1-shot", lambda: draw_episodes(classes, 0, range(n)), naive, dict(plan, seconds=0.), episodes=n)
-    rate = n / row["ours_ms"]["median"] * 1e3
-    return [row | dict(episodes_per_second=rate), value_row("episodes drawn a second", rate, "episodes/s", bar=5000)]
+    return [compare("sampling 5-way 1-shot", lambda: draw_episodes(classes, 0, range(n)), naive, dict(plan, seconds=0.), items=("episodes", n))]
 
 
 @case("few-shot")
 def paper_run(plan):
-    "The paper's budget from measured parts, on all cores, each run in a process of its own so that its memory can be told: 50,000 steps, 50 validations, two tests."
+    "The paper's budget from measured parts, on two cores, each run in a process of its own so that its memory can be told: 50,000 steps, 50 validations, two tests."
     methods = ("sib+aim",) if plan["tiny"] else ("sib", "sib+linear", "sib+aim")
-    rows = [value_row(f"paper run {m}", **own_process("benchmarks.paper_run", m, "tiny" if plan["tiny"] else "full", CLOCK[0], threads=os.cpu_count())) for m in methods]
-    for r in rows: r["at_most"] = True
-    aim = rows[-1]
-    aim["bar"] = 30.
-    rows.append(value_row("paper run sib+aim, peak memory", aim["memory_gb"], "GB", bar=2., at_most=True))
-    if len(rows) > 3: rows.append(value_row("paper run, sib+linear over sib+aim", rows[1]["value"] / aim["value"], "x", bar=2., at_most=True))
-    return rows
-
-
-@case("few-shot")
-def where_time_goes(plan):
-    "The operators of one training step by their own time."
-    (size, (d, v)), n = next(iter(sizes(plan).items())), 1 if plan["tiny"] else 2
-    rows = []
-    for side in ("ours", "reference"):
-        layer, head, plain, plain_head = model("sib+aim", d, v)
-        items = draws(d, 1)
-        if side == "reference": one = in_turn(PlainFewshot(plain, plain_head, paper_rates()).step, items)
-        step = Stepper(layer, head, items) if side == "ours" else lambda: [one() for _ in items]
-        step()
-        with profile(activities=[ProfilerActivity.CPU]) as prof:
-            for _ in range(n): step()
-        n_steps = n * len(items)
-        found = sorted(prof.key_averages(), key=lambda e: -e.self_cpu_time_total)
-        total = sum(e.self_cpu_time_total for e in found)
-        ops = [dict(op=e.key, share=e.self_cpu_time_total / total, calls=e.count / n_steps) for e in found[:10]]
-        rows.append(dict(case=f"operators of a training step {size}, {side}", ops=ops, calls=sum(e.count for e in found) / n_steps))
-    return rows
+    def run(method): return own_process("benchmarks.paper_run", method, "tiny" if plan["tiny"] else "full", CLOCK[0], threads=CORES)
+    with threads(CORES): found = {m: steadily(lambda: run(m), plan, tries=2) for m in methods}
+    aim, seen = found["sib+aim"]
+    rows = [value_row(f"paper run {m}", own.pop("minutes"), "minutes", s, **own) for m, (own, s) in found.items()] + [value_row("paper run sib+aim, peak memory", aim["memory_gb"], "GB", seen)]
+    if plan["tiny"]: return rows
+    linear, also = rows[1]["value"] / rows[2]["value"], found["sib+linear"][1]
+    return rows + [value_row("paper run, sib+linear over sib+aim", linear, "x", seen | dict(steady=seen["steady"] and also["steady"]))]

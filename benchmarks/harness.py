@@ -1,6 +1,7 @@
 """The stopwatch: machine rates, alternating repeats, ratios with their spread."""
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -16,9 +17,9 @@ RESULTS = Path(__file__).parent / "results.json"
 RELEASE_GFLOPS = 166.       # the machine on which the release was measured (quiet, 2 cores, AVX2)
 CASES = {}                  # name -> (group, function)
 PLANS = {                   # how much work a run puts in
-    "full": dict(seconds=.08, repeats=9, tiny=False),
-    "quick": dict(seconds=.03, repeats=5, tiny=False),
-    "tiny": dict(seconds=0., repeats=2, tiny=True),       # tests: the cases run, their times mean nothing
+    "full": dict(name="full", seconds=.08, repeats=9, tiny=False),
+    "quick": dict(name="quick", seconds=.03, repeats=5, tiny=False),
+    "tiny": dict(name="tiny", seconds=0., repeats=2, tiny=True),       # tests: the cases run, their times mean nothing
 }
 
 
@@ -34,9 +35,9 @@ CLOCKS = dict(wall=time.perf_counter, cpu=time.process_time)     # cpu: for a ma
 CLOCK = ["wall"]
 
 
-def seconds(fn, n=1) -> float:
-    "Mean time of one call out of `n`."
-    now = CLOCKS[CLOCK[0]]
+def seconds(fn, n=1, clock="") -> float:
+    "Mean time of one call out of `n`; `clock`: another than the run's."
+    now = CLOCKS[clock or CLOCK[0]]
     start = now()
     for _ in range(n): fn()
     return (now() - start) / n
@@ -57,8 +58,9 @@ def matmul_rate(n=1024, repeats=7) -> float:
     return 2 * n ** 3 / 1e9 / median([seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats)])
 
 
-def bandwidth(mb=256, repeats=5) -> float:
-    "GB/s, read and written, of an in-place pass over an array that no cache holds."
+@functools.cache
+def bandwidth(threads, mb=256, repeats=5) -> float:
+    "GB/s, read and written, of an in-place pass over an array that no cache holds, with the threads that torch has at the moment."
     x = torch.zeros(mb * 2 ** 18)
     x.add_(1.)
     return 2 * x.numel() * 4 / 1e9 / median([seconds(lambda: x.add_(1.)) for _ in range(repeats)])
@@ -69,7 +71,7 @@ def machine() -> dict:
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), cpu)
-    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, gflops=matmul_rate(), gbs=bandwidth(),
+    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, gflops=matmul_rate(), gbs=bandwidth(torch.get_num_threads()),
                 clock=CLOCK[0], wait_policy=os.environ.get("OMP_WAIT_POLICY", ""), device="cpu (a GPU would run the same code; none was here to be measured)")
 
 
@@ -86,35 +88,45 @@ def alternate(ours, reference, plan) -> tuple:
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
-def compare(name, ours, reference, plan, macs=0, bytes=0, release=None, bar=None, tries=3, per=1, **more) -> dict:
-    "One row: both timed in turn between two looks at the machine, again (at most `tries` times) if it was not steady. A call of `ours` does the work of `per` calls of the reference."
+def steadily(measure, plan, tries=3) -> tuple:
+    "What `measure` gives between two looks at the machine, again (at most `tries` times) if it was not steady; and what it was measured with."
+    def look(): return matmul_rate(256 if plan["tiny"] else 1024)
     for _ in range(1 if plan["tiny"] else tries):
-        before = matmul_rate(256 if plan["tiny"] else 1024)
-        a, b = alternate(ours, reference, plan)
-        after = matmul_rate(256 if plan["tiny"] else 1024)
-        steady = abs(after / before - 1) <= .1
-        if steady: break
-    return ratio_row(name, [t / per for t in a], b, (before + after) / 2, steady, macs, bytes, release, bar, **more)
+        before, found, after = look(), measure(), look()
+        if steady := abs(after / before - 1) <= .1: break
+    n = torch.get_num_threads()
+    return found, dict(gflops=(before + after) / 2, gbs=bandwidth(n), steady=steady, threads=n, clock=CLOCK[0], plan=plan["name"])
 
 
-def ratio_row(name, a, b, rate, steady, macs=0, bytes=0, release=None, bar=None, **more) -> dict:
-    "What is stored of a comparison; `release` is the release's own time in seconds on a machine of 166 GFLOP/s."
+def compare(name, ours, reference, plan, tries=3, per=1, **more) -> dict:
+    "One row: both timed in turn. A call of `ours` does the work of `per` calls of the reference."
+    (a, b), seen = steadily(lambda: alternate(ours, reference, plan), plan, tries)
+    return ratio_row(name, [t / per for t in a], b, seen, **more)
+
+
+def ratio_row(name, a, b, seen, work=None, items=(), release=None, **more) -> dict:
+    "What is stored of a comparison; `work`: its `macs` and `bytes`; `items`: what is done, and how many of them; `release`: its own time in seconds on a machine of 166 GFLOP/s."
     ours, ref = median(a), median(b)
-    row = dict(case=name, ours_ms=spread([1e3 * t for t in a]), reference_ms=spread([1e3 * t for t in b]), ratio=dict(spread([y / x for x, y in zip(a, b)]), median=ref / ours),
-               gflops=rate, steady=steady, **more)
-    if macs: row |= dict(macs=macs, of_matmul=2 * macs / ours / rate / 1e9)
-    if bytes: row |= dict(bytes=bytes, of_bandwidth=bytes / ours / GBS[0] / 1e9)
-    if release: row |= dict(release_ms=1e3 * release, reference_of_release=ref * rate / RELEASE_GFLOPS / release)
-    if bar: row["bar"] = bar
+    row = dict(case=name, ours_ms=spread([1e3 * t for t in a]), reference_ms=spread([1e3 * t for t in b]), ratio=dict(spread([y / x for x, y in zip(a, b)]), median=ref / ours), **seen, **more)
+    if work: row |= reached(work, ours, seen)
+    if items: row |= dict(items=items[0], per_second=items[1] / ours)
+    if release: row |= dict(release_ms=1e3 * release, reference_of_release=ref * seen["gflops"] / RELEASE_GFLOPS / release)
     return row
 
 
-GBS = [1.]      # the machine's bandwidth, set once a run
+def floors(work, seen) -> tuple:
+    "Seconds that multiply-adds and bytes take at the machine's own rates."
+    return 2 * work["macs"] / seen["gflops"] / 1e9, work["bytes"] / seen["gbs"] / 1e9
 
 
-def value_row(name, value, unit, bar=None, at_most=False, **more) -> dict:
+def reached(work, seconds, seen) -> dict:
+    "Some work, and the share of the machine's rates at which it was done."
+    return work | dict(zip(("of_matmul", "of_bandwidth"), (t / seconds for t in floors(work, seen))))
+
+
+def value_row(name, value, unit, seen, **more) -> dict:
     "A case that is not a comparison: a number with a unit."
-    return dict(case=name, value=value, unit=unit, **({} if bar is None else dict(bar=bar, at_most=at_most)), **more)
+    return dict(case=name, value=value, unit=unit, **seen, **more)
 
 
 def own_process(module, *args, threads=0) -> dict:

@@ -10,8 +10,9 @@ from aim_nb.fused import episodes
 from aim_nb.reference import PlainAIM, copy_weights
 from aim_nb.tasks import draw_episodes
 
-from .few_shot import Stepper, aim_floor, aim_share, draws, in_turn, make_features, model
-from .harness import calls_for, case, compare, exponent, matmul_rate, median, seconds, value_row
+from .few_shot import Stepper, aim_share, aim_work, draws, in_turn, make_features, model
+from .harness import calls_for, case, compare, exponent, floors, median, reached, seconds, steadily, value_row
+from .work import aim_pass
 
 EPISODES = 16     # that `draws` gives
 LIMIT = 2 ** 26      # numbers that the reference may hold of its values (M, 2B, V); beyond it only our own side is timed
@@ -42,15 +43,15 @@ def aim_alone(plan):
             z = x[torch.randperm(len(x), generator=torch_rng(1, B))[:B]]
             for back in (False, True):
                 name, where, ours = f"AIM {'forward+backward' if back else 'forward'} B={B} M={M}", dict(B=B, M=M, backward=back), passes(aim, z, back)
-                macs = B * d * (aim.K * v + aim.d_k) * (2 if back else 1)
-                if M * 2 * B * v <= LIMIT: yield compare(name, ours, passes(plain, z, back), plan, macs=macs, tries=1, **where)
-                else: yield value_row(name, alone(ours, plan), "ms", macs=macs, **where)
+                if M * 2 * B * v <= LIMIT: yield compare(name, ours, passes(plain, z, back), plan, tries=1, work=aim_pass(aim, z, back), items=("rows", B), **where)
+                else:
+                    ms, seen = steadily(lambda: alone(ours, plan), plan, tries=1)
+                    yield value_row(name, ms, "ms", seen, **reached(aim_pass(aim, z, back), ms / 1e3, seen), **where)
 
 
-def flat(name, Ms, times, bar=None):
+def flat(name, Ms, times, seen):
     "A scaling row: times against a size, and the fitted exponent."
-    row = dict(case=name, at=list(Ms), ms=times, exponent=exponent(Ms, times), growth=times[-1] / times[0])
-    return row if bar is None else row | dict(bar=bar)
+    return dict(case=name, at=list(Ms), ms=times, exponent=exponent(Ms, times), growth=times[-1] / times[0], **seen)
 
 
 def batch_one(M, d, v):
@@ -73,19 +74,23 @@ def against_M(plan):
     items, layers = draws(d, 1), [model("sib+aim", d, v, M)[:2] for M in Ms]
     step = [Stepper(*m, items) for m in layers]
     one = [batch_one(M, d, v) for M in Ms]
-    times = [t / len(items) for t in together(step, dict(plan, seconds=0.))]
-    return [flat("training step 256->400 against M", Ms, times, bar=1.5), floor_growth([m for m, _ in layers], items, times[0], plan),
-            flat("one image 256->400 against M", Ms, together(one, plan), bar=1.5)]
+    times, seen = each(step, plan, len(items))
+    return [flat("training step 256->400 against M", Ms, times, seen), floor_growth([m for m, _ in layers], items, times[0], seen, plan),
+            flat("one image 256->400 against M", Ms, *steadily(lambda: together(one, plan), plan))]
 
 
-def floor_growth(layers, items, step_ms, plan):
+def each(fns, plan, n=1):
+    "Times of functions that take long, over `n`, in turn, and what they were measured with."
+    times, seen = steadily(lambda: together(fns, dict(plan, seconds=0.)), plan)
+    return [t / n for t in times], seen
+
+
+def floor_growth(layers, items, step_ms, seen, plan):
     "How much the step must grow: more distinct mechanisms are more bytes. AIM at its floor, the rest of the step (the head) as it is with the fewest mechanisms."
-    rate = matmul_rate(256 if plan["tiny"] else 1024)
-    floors = [aim_floor(layer, items, 1, rate) for layer in layers]
-    head = max(0., step_ms - alone(aim_share(layers[0], items, 5), plan) / len(items))
-    ms = [f["floor_ms"] for f in floors]
-    return value_row("training step 256->400 against M, floor of growth", (ms[-1] + head) / (ms[0] + head), "x", floor_ms=ms, head_ms=head,
-                     distinct=[f["distinct"] for f in floors], moved_mb=[f["bytes"] / 1e6 for f in floors], mmacs=[f["macs"] / 1e6 for f in floors])
+    works, distinct = zip(*(aim_work(layer, items, 1) for layer in layers))
+    head, ms = max(0., step_ms - alone(aim_share(layers[0], items, 5), plan) / len(items)), [1e3 * max(floors(w, seen)) for w in works]
+    return value_row("training step 256->400 against M, floor of growth", (ms[-1] + head) / (ms[0] + head), "x", seen, floor_ms=ms, head_ms=head,
+                     distinct=distinct, moved_mb=[w["bytes"] / 1e6 for w in works], mmacs=[w["macs"] / 1e6 for w in works])
 
 
 def together(fns, plan):
@@ -105,11 +110,11 @@ def against_sizes(plan):
     for K in Ks:
         layer = AIM(d, v, K=K, l=0, generator=torch_rng(0, "aim"))
         shares.append(aim_share(layer, [(z, None, None) for z, *_ in draws(d, 1)], 5))
-    rows.append(flat(f"AIM's share {d}->{v} against K", Ks, [t / EPISODES for t in together(shares, dict(plan, seconds=0.))]))
+    rows.append(flat(f"AIM's share {d}->{v} against K", Ks, *each(shares, plan, EPISODES)))
     shares = [aim_share(AIM(D, v, generator=torch_rng(0, "aim")).train(), draws(D, 1), 5) for D in Ds]
-    rows.append(flat(f"AIM's share D->{v} against D", Ds, [t / EPISODES for t in together(shares, dict(plan, seconds=0.))]))
+    rows.append(flat(f"AIM's share D->{v} against D", Ds, *each(shares, plan, EPISODES)))
     layer, head, *_ = model("sib+aim", d, v)
     x, classes = make_features(d, 20, 30 if tiny else 600)
     sets = [draw_episodes(classes, 0, range(n), stream="test") for n in Es]
-    rows.append(flat(f"evaluation {d}->{v} against episodes", Es, together([lambda e=e: evaluate(layer.eval(), head, x, e) for e in sets], dict(plan, seconds=0.))))
+    rows.append(flat(f"evaluation {d}->{v} against episodes", Es, *each([lambda e=e: evaluate(layer.eval(), head, x, e) for e in sets], plan)))
     return rows

@@ -45,7 +45,7 @@ def main(method, size="full", clock="wall"):
     t = FewshotTrainee(layer, SIBHead(layer.d_out, generator=torch_rng(0, "head")), features, val_episodes=20 if tiny else b.val_episodes)
     with threads(1): times, validation, testing = parts(t, 2 if tiny else 200, fixed_episodes(features, "test", 20 if tiny else b.test_episodes), now)     # as training does, too
     minutes = (b.steps * median(times) + b.steps / b.val_every * validation + 2 * testing) / 60
-    print(json.dumps(dict(value=minutes, unit="minutes", steps=b.steps, step_ms=1e3 * median(times), validation_s=validation, test_s=testing,
+    print(json.dumps(dict(minutes=minutes, steps=b.steps, step_ms=1e3 * median(times), validation_s=validation, test_s=testing,
                           memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20)))
 
 

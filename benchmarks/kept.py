@@ -1,0 +1,52 @@
+"""python -m benchmarks.kept norms|convolutions SIZE REPEATS CLOCK [DATA]: outer steps of OML+AIM with memory kept, as `run_loop` has it, which needs a process of its own; JSON."""
+from __future__ import annotations
+
+import json
+import sys
+
+from aim_nb.core import keep_memory, torch_rng
+from aim_nb.oml import OML
+
+from .continual import meta_batch, nets, own_step
+from .harness import CLOCK, CLOCKS, median, seconds
+from .layer import together
+
+
+def norms(tiny, repeats):
+    "Milliseconds of a step with either norm."
+    shape, width, M = (1, 28, 28), *((8, 12) if tiny else (112, 64))
+    x, y, T = meta_batch(shape, tiny)
+    steps = [own_step("oml", OML(shape, 1000, "aim", norm=norm, width=width, generator=torch_rng(0, "oml"), M=M, K=10, l=2).train(), x, y, T) for norm in ("affine", "instance")]
+    return dict(zip(("affine_ms", "instance_ms"), together(steps, dict(seconds=0., repeats=repeats))))
+
+
+def inside(net, step):
+    "Seconds that `net` takes within a step: forward, then backward from the gradient of its features to that of its last weight. Autograd runs what was made last first, so nothing else falls between."
+    at = {}
+    def mark(name): at[name] = CLOCKS[CLOCK[0]]()
+    def made(net, x, features): mark("made"); features.register_hook(lambda g: mark("back"))
+    hooks = [net.register_forward_pre_hook(lambda *_: mark("start")), net.register_forward_hook(made), *(p.register_post_accumulate_grad_hook(lambda p: mark("last")) for p in net.parameters())]
+    step()
+    for h in hooks: h.remove()
+    return at["made"] - at["start"] + at["last"] - at["back"]
+
+
+def convolutions(tiny, repeats, data):
+    "Images a second through the convolutions within a step, over the best rate that they reach alone, in batches up to six times as large."
+    net, _, shape = nets("oml", data, "raw", True, tiny)
+    x, y, T = meta_batch(shape, tiny)
+    step, batches = own_step("oml", net, x, y, T), {k * len(x): x.repeat(k, 1, 1, 1) for k in (1, 2, 4, 6)}
+    def alone(images): net.rln.zero_grad(); net.rln(images).sum().backward()
+    def once(): return [inside(net.rln, step) / len(x), *(seconds(lambda: alone(b)) / n for n, b in batches.items())]
+    once()
+    own, *each = (1e3 * median(t) for t in zip(*(once() for _ in range(repeats))))
+    return dict(share=min(each) / own, image_ms=own, alone_ms=dict(zip(batches, each)))
+
+
+def main(what, size, repeats, clock, *data):
+    keep_memory()
+    CLOCK[0] = clock
+    print(json.dumps(dict(norms=norms, convolutions=convolutions)[what](size == "tiny", int(repeats), *data)))
+
+
+if __name__ == "__main__": main(*sys.argv[1:])
