@@ -567,8 +567,9 @@ def _right(records):
 def summary_markdown(records) -> str:
     "The claims by box, each with the verdicts that count and their budgets."
     right, boxes, theirs = _right(records), {b: [] for b in BOXES}, {r["dataset"] for r in paper_cells()}
+    groups = [g for g in longest(claim_rows(records)) if g[0]["where"].get("dataset") in theirs and g[0]["budget"] != "smoke"]
     for c in claims():
-        ours = [g for g in longest(claim_rows(records, [c["id"]])) if g[0]["where"].get("dataset") in theirs - {c.get("besides")} and g[0]["budget"] != "smoke"]
+        ours = [g for g in groups if g[0]["id"] == c["id"] and g[0]["where"]["dataset"] != c.get("besides")]
         rows = [r for g in ours if 2*sum(map(right, g)) >= len(g) for r in g if right(r)]
         words = [r["verdict"].split()[0] for r in rows]
         said = ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) or ("measured, but the plain method is not reached" if ours else "no records")

@@ -70,12 +70,15 @@ class Hyper(NamedTuple):
     value: object
     section: str
 
+@cache
+def _hyper(): return tomllib.loads(_data("hyper.toml"))      # reading it takes longer than all that is done with it
+
 def hyper(
     task,           # "fewshot" or "continual"
     source="paper", # or "release": what only the published code says
 ) -> dict:
     "The settings of one of the paper's two parts, by name."
-    tasks = tomllib.loads(_data("hyper.toml"))
+    tasks = _hyper()
     part = tasks[check_choice("task", task.replace("-", ""), tasks)]
     return {name: Hyper(**h) for name, h in part[check_choice("source", source, part)].items()}
 
