@@ -8,14 +8,15 @@ import math, weakref
 from typing import NamedTuple
 import torch
 import torch.nn.functional as F
-from .aim import AIM, Identity, LinearTwin, matrices, plan, unit, unit_grad
+from .aim import AIM, Identity, LinearTwin, Plan, matrices, plan, unit, unit_grad
 from .core import share_out
 
 # %% auto #0
-__all__ = ['Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'multiply', 'subtract_', 'LinearSteps',
-           'LinearEpisodes', 'Scratch', 'Part', 'products', 'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot',
-           'vbm', 'Tied', 'Stepped', 'Queries', 'mixtures', 'write_states_', 'moving_queries', 'AIMOutputs', 'AIMSteps',
-           'AIMEpisodes', 'block_length', 'episodes', 'steps']
+__all__ = ['FOLD', 'Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'multiply', 'subtract_', 'LinearSteps',
+           'LinearEpisodes', 'Scratch', 'row_by_row', 'Part', 'products', 'few_products', 'part_sum', 'part_slopes',
+           'part_split', 'Pending', 'move_', 'fold_', 'catch_up_', 'dot', 'vbm', 'Tied', 'Stepped', 'Queries',
+           'mixtures', 'write_states_', 'moving_queries', 'AIMOutputs', 'AIMSteps', 'AIMEpisodes', 'block_length',
+           'episodes', 'steps']
 
 # %% ../nbs/11_fused.ipynb #3a94c4d3
 class Mixed(NamedTuple):
@@ -113,6 +114,11 @@ class Scratch:
         return self.held[name][:n]
     def gather(self, name, x, rows): return torch.index_select(x, 0, rows, out=self.take(name, len(rows), x))
 
+def row_by_row(x, W, mech): # (n, D), (M, D, V), (n,)
+    "x_i W_m for one mechanism m a row: `embedding_bag` reads matrices at the memory's pace, a matrix product with a single row does not."
+    D = W.shape[1]
+    return F.embedding_bag(mech[:, None]*D + torch.arange(D, device=x.device), W.detach().view(-1, W.shape[2]), mode="sum", per_sample_weights=x)
+
 class Part(NamedTuple):
     "Products z_r W_m of some pairs, the pairs sorted by row."
     rows: torch.Tensor   # (n,)
@@ -120,15 +126,21 @@ class Part(NamedTuple):
     at: torch.Tensor     # (n,) where in Y a pair's product stands
     starts: torch.Tensor # (B,) the first pair of each row
     Y: torch.Tensor      # (N, V)
+    Z: torch.Tensor | None = None  # (N, D) the rows multiplied,
+    plan: Plan | None = None       # mechanism by mechanism
 
 def products(z, W, mask, scratch, cores=1) -> Part:
     "The pairs of a mask, multiplied: one product a mechanism."
-    p, place = plan(mask), torch.zeros_like(mask, dtype=torch.long)
+    p = plan(mask)
     Z, Y = scratch.gather("Z", z, p.rows), scratch.take("Y", len(p.rows), W)
     share_out(multiply, [*zip(Z.split(p.sizes), matrices(W, p.active), Y.split(p.sizes))], cores)
-    place[p.rows, p.mech] = torch.arange(len(p.rows), device=z.device)
+    at, n = p.rows.argsort(stable=True), mask.sum(1)
+    return Part(p.rows[at], p.mech[at], at, n.cumsum(0) - n, Y, Z, p)
+
+def few_products(z, W, mask) -> Part:
+    "The same, pair by pair."
     (rows, mech), n = mask.nonzero(as_tuple=True), mask.sum(1)
-    return Part(rows, mech, place[rows, mech], n.cumsum(0) - n, Y)
+    return Part(rows, mech, torch.arange(len(rows), device=z.device), n.cumsum(0) - n, row_by_row(z[rows], W, mech))
 
 # %% ../nbs/11_fused.ipynb #bfdb2630
 def part_sum(part, w): # (B, M) weights
@@ -149,25 +161,49 @@ def part_split(part, T, n=0) -> tuple: # equal runs of rows; how many rows make 
 
 # %% ../nbs/11_fused.ipynb #6a971b4b
 class Pending:
-    "Steps of W_M in factors: W_m moves by -sum_i w_im z_i^T r_i."
+    "Steps of W_M in factors: W_m moves by -sum_i w_im z_i^T r_i. The products know of the `old` ones already."
     def __init__(self, size, d_in, M, d_out, like):
-        self.z, self.w, self.r, self.n = *(like.new_empty(size, k) for k in (d_in, M, d_out)), 0
+        self.z, self.w, self.r, self.n, self.old = *(like.new_empty(size, k) for k in (d_in, M, d_out)), 0, 0
     def add(self, *rows): # z, w and r, the rate in it
         "Hold a step."
         n, self.n = self.n, self.n + len(rows[0])
         for held, new in zip((self.z, self.w, self.r), rows): held[n:self.n] = new
-    def move(self, y, w, gram): # (B, V) outputs, (B, M), (B, n) z_b . z_i
+    def new(self): return self.w[self.old:self.n], self.r[self.old:self.n]
+    def move(self, y, w, gram): # (B, V) outputs, (B, M), (B, n) z_b . z_i of the new rows
         "The outputs after the steps, in place."
-        return y.addmm_((w @ self.w[:self.n].t()).mul_(gram[:, :self.n]), self.r[:self.n], alpha=-1) if self.n else y
+        u, r = self.new()
+        return y.addmm_((w @ u.t()).mul_(gram[:, :len(u)]), r, alpha=-1) if len(u) else y
     def tilt(self, da, g, gram): # (B, M) slopes, (B, V)
         "The slopes after the steps, in place."
-        return da.addmm_((g @ self.r[:self.n].t()).mul_(gram[:, :self.n]), self.w[:self.n], alpha=-1) if self.n else da
+        u, r = self.new()
+        return da.addmm_((g @ r.t()).mul_(gram[:, :len(u)]), u, alpha=-1) if len(u) else da
     def write_(self, W, scratch, cores=1): # (M, D, V)
         "Into the weights with all of them: one product a mechanism."
-        w, self.n = self.w[:self.n], 0
+        p, z, r = self.by_mechanism(0, scratch, "Z", "Y")
+        share_out(subtract_, [*zip(matrices(W, p.active), z, r)], cores)
+        self.n = self.old = 0
+    def by_mechanism(self, first, scratch, *names):
+        "Where mechanisms are used from step `first` on, and for each of these its z_i^T and w_im r_i."
+        w, z, r = (t[first:self.n] for t in (self.w, self.z, self.r))
         p = plan(w != 0)
-        Z, R = scratch.gather("Z", self.z, p.rows), scratch.gather("Y", self.r, p.rows).mul_(w[p.rows, p.mech, None])
-        share_out(subtract_, [*zip(matrices(W, p.active), Z.t().split(p.sizes, 1), R.split(p.sizes))], cores)
+        Z, R = (scratch.gather(name, t, p.rows) for name, t in zip(names, (z, r)))
+        return p, Z.t().split(p.sizes, 1), R.mul_(w[p.rows, p.mech, None]).split(p.sizes)
+
+# %% ../nbs/11_fused.ipynb #d1c66495
+def move_(Y, Z, z, r): Y.addmm_(Z @ z, r, alpha=-1)
+
+def fold_(held, part, first, scratch, cores=1): # Pending, Part
+    "Bring the products of the rows from `first` on up to date; the steps held are old then."
+    p, z, r = held.by_mechanism(held.old, scratch, "Zi", "R")
+    n = part.plan.mech[part.plan.rows >= first].bincount(minlength=held.w.shape[1]).tolist()      # the last ones of each mechanism's
+    own = {m: ts for m, *ts in zip(part.plan.active, *(t.split(part.plan.sizes) for t in (part.Y, part.Z)))}
+    share_out(move_, [(*(t[-n[m]:] for t in own[m]), z, r) for m, z, r in zip(p.active, z, r) if n[m]], cores)
+    held.old = held.n
+
+def catch_up_(held, part, z): # Pending, Part of `few_products`, its rows
+    "Bring products that are made late up to date with the old steps."
+    w, zs, r = (t[:held.old] for t in (held.w, held.z, held.r))
+    if held.old: part.Y.addmm_((z[part.rows] @ zs.t()).mul_(w[:, part.mech].t()), r, alpha=-1)
 
 # %% ../nbs/11_fused.ipynb #c2a01a45
 def dot(x, y): return (x*y).sum(-1, keepdim=True)
@@ -176,29 +212,35 @@ def vbm(x, W): return torch.bmm(x[:, None], W)[:, 0]    # x_m W_m for every m
 class Tied:
     "h and W_Q as the rest of the network sees them: q, s = h.h and G = W_Q^T W_Q, under SGD steps that are not written."
     def __init__(self, layer):
-        self.h, self.W, self.few = layer.h.detach(), layer.W_Q.detach(), layer.M*layer.d_k**2 > 2**21
+        self.h, self.W, self.scratch = layer.h.detach(), layer.W_Q.detach(), Scratch()
         self.q, self.s, self.G = vbm(self.h, self.W), dot(self.h, self.h), torch.bmm(self.W.mT, self.W)
-        self.done, self.held, self.n, self.left, self.right = [], None, 0, None, None
+        self.done, self.held, self.n, self.up, self.moves = [], None, 0, self.G[:, :0, None], self.G[:, :0, 0] != 0
         self.note()
     def now(self): return [(t.data_ptr(), t._version) for t in (self.h, self.W)]
     def note(self): self.then = self.now()
 
     def pull(self, u):
-        "G u at the present step."
-        some = u.any(1).nonzero()[:, 0] if self.few else None
-        L, R, G, x = self.left, self.right, self.G, u
-        if L is not None: L, R = L[:, :2*self.n], R[:, :2*self.n]
-        if some is not None and 2*len(some) < len(u): L, R, G, x = (t if t is None else t.index_select(0, some) for t in (L, R, G, u))
-        v = vbm(x, G)
-        if self.n: v.sub_(vbm(vbm(x, R.mT), L))
-        return v if len(v) == len(u) else torch.zeros_like(u).index_copy_(0, some, v)
+        "G u at the present step; only what belongs to the mechanisms that move is read."
+        some = u.any(1).nonzero()[:, 0]
+        x = u[some]
+        v = row_by_row(x, self.G, some)
+        if self.n: v.sub_(self.changed(some, x))
+        return torch.zeros_like(u).index_copy_(0, some, v)
+
+    def changed(self, some, x):
+        "What the changes of G make of x: the sum of u (p.x) + p (u.x)."
+        moves, (size, _, d) = self.moves[some, :self.n], self.up.shape[1:]
+        (m, j), n = moves.nonzero(as_tuple=True), 2*moves.sum(1)
+        at = (2*(some[m]*size + j)[:, None] + torch.arange(2, device=x.device)).flatten()
+        up = self.scratch.gather("up", self.up.view(-1, d), at).view(-1, 2, d).mul_(x.index_select(0, m)[:, None]).sum(2)
+        return F.embedding_bag(at, self.up.view(-1, d), n.cumsum(0) - n, mode="sum", per_sample_weights=up.flip(1).flatten())
 
     def change(self, q, s, u, lr): # G -= p u^T + u p^T
         "Take in a step's change of G."
-        p, j = (q*lr).addcmul_(s, u, value=-.5*lr*lr), 2*self.n
-        if self.left is None or j == self.left.shape[1]:
-            self.left, self.right = (torch.cat([t, torch.empty_like(t)], 1) if t is not None else u.new_empty(len(u), 8, u.shape[1]) for t in (self.left, self.right))
-        self.left[:, j], self.left[:, j + 1], self.right[:, j], self.right[:, j + 1] = p, u, u, p
+        if self.n == self.up.shape[1]:
+            self.up, self.moves = (torch.cat([t, t.new_empty(len(t), max(8, self.n), *t.shape[2:])], 1) for t in (self.up.expand(-1, -1, 2, -1), self.moves))
+        self.up[:, self.n, 0], self.moves[:, self.n] = u, u.any(1)
+        torch.mul(q, lr, out=self.up[:, self.n, 1]).addcmul_(s, u, value=-.5*lr*lr)
         self.n += 1
 
 # %% ../nbs/11_fused.ipynb #3175dd77
@@ -242,17 +284,19 @@ class Queries(Stepped):
     def write_(self):
         "Into h and W_Q with all steps; a few mechanisms are picked out, many are done together."
         if not self.done: return
-        U = torch.stack([u for *_, us in self.done for u in us], 1)
+        us = [u for *_, us in self.done for u in us]
+        U = torch.stack(us, 1, out=self.scratch.take("U", len(self.h)*len(us), self.q).view(len(self.h), len(us), -1))
         some = U.flatten(1).any(1).nonzero()[:, 0]
-        own = [self.h, self.W, self.G, U, self.left[:, :2*self.n], self.right[:, :2*self.n]]
+        own = [self.h, self.W, self.G, U, self.up[:, :self.n]]
         if 2*len(some) < len(U): own = [t.index_select(0, some) for t in own]
-        h, W, G, U, L, R = own
-        h = write_states_(h, W, U, self.done)
-        G.baddbmm_(L.mT, R, alpha=-1)
-        if len(h) < len(self.h):
+        h, W, G, U, up = own
+        h = write_states_(h, W, U, self.done, self.scratch)
+        for a, b in ((0, 1), (1, 0)): G.baddbmm_(up[:, :, a].mT, up[:, :, b], alpha=-1)
+        q, s = row_by_row(h, W, torch.arange(len(h), device=h.device)), dot(h, h)
+        if len(h) == len(self.h): self.h.copy_(h); self.q, self.s = q, s
+        else:
             for t, new in ((self.h, h), (self.W, W), (self.G, G)): t.index_copy_(0, some, new)
-            self.q, self.s = self.q.index_copy(0, some, vbm(h, W)), self.s.index_copy(0, some, dot(h, h))
-        else: self.h.copy_(h); self.q, self.s = vbm(h, W), dot(h, h)
+            self.q, self.s = self.q.index_copy(0, some, q), self.s.index_copy(0, some, s)
         self.done, self.n = [], 0; self.note()
 
 # %% ../nbs/11_fused.ipynb #7387f0fe
@@ -271,11 +315,13 @@ def mixtures(
         j += len(us)
     return h, X
 
-def write_states_(h, W, U, steps): # (M, d_h), (M, d_h, d_k), (M, J, d_k)
+def write_states_(h, W, U, steps, scratch): # (M, d_h), (M, d_h, d_k), (M, J, d_k)
     "W_Q, in place, and h after some steps."
-    start = torch.cat([h[:, None], torch.bmm(W, U.mT).mT], 1)
+    (M, J), take = U.shape[:2], lambda name, n: scratch.take(name, M*n, h).view(M, n, h.shape[1])
+    start = take("start", 1 + J)
+    start[:, 0] = h; torch.bmm(U, W.mT, out=start[:, 1:])
     mix, X = mixtures(steps, torch.bmm(U, U.mT))
-    W.baddbmm_(torch.bmm(X, start).mT, U, alpha=-1)
+    W.baddbmm_(torch.bmm(X, start, out=take("left", J)).mT, U, alpha=-1)
     return vbm(mix, start)
 
 # %% ../nbs/11_fused.ipynb #e87551b1
@@ -296,7 +342,7 @@ class AIMOutputs(Steps):
         aim, n, held = self.layer, self.n, run.values
         self.run, self.ranks, self.mask, self.first, self.lr = run, run.ranks[t], None, held.n, 0.
         held.z[held.n:held.n + n] = self.z[:n]              # the support rows may join those that are pending
-        self.gram = self.z @ held.z[:held.n + n].t()
+        self.gram = self.z @ held.z[held.old:held.n + n].t()
         self.k, self.q = aim.keys(self.z), run.queries.q
         self.a, self.parts, self.known = aim.scores(self.k, self.q), [run.parts[t]], run.known[t]
         if n:
@@ -308,7 +354,8 @@ class AIMOutputs(Steps):
         late = mask & ~self.known[:len(mask)]
         if not late.any(): return []
         self.known[:len(mask)] |= late
-        self.parts.append(products(self.z[:len(mask)], self.layer.W_M, late, Scratch()))
+        self.parts.append(few_products(self.z, self.layer.W_M, late))
+        catch_up_(self.run.values, self.parts[-1], self.z)
         return self.parts[-1:]
 
     def _output(self, parts, w):
@@ -335,7 +382,7 @@ class AIMSteps(AIMOutputs):
     def adapt(self, g, lr):
         aim, n, a, g = self.layer, self.n, self.a[:self.n], self._unit_grad(g)
         ds = self._slopes(self.own, g, a, self.mask_in)
-        self.dk, self.lr, gram = ds @ self.q, lr, self.gram[:, self.first:]
+        self.dk, self.lr, gram = ds @ self.q, lr, self.gram[:, self.first - self.run.values.old:]
         self.q = self.run.queries.hold(ds.t() @ self.k[:n], lr)
         self.k = torch.addmm(self.k, gram if aim.b_K is None else gram + 1, self.dk, alpha=-lr)     # the key bias moves like the weight of a constant feature 1
         self.run.values.add(self.z[:n], a*self.mask_in, g*lr)
@@ -358,6 +405,8 @@ class AIMSteps(AIMOutputs):
         if run.alone: run.write_()
 
 # %% ../nbs/11_fused.ipynb #3af5dbc1
+FOLD = 8        # episodes after which the products are brought up to date
+
 class AIMEpisodes(Episodes):
     "Those of AIM: between `begin` and `write_` only W_K moves, everything else is pending."
     def __init__(self, layer, n=0, alone=False): # alone: every episode is written at once
@@ -372,11 +421,13 @@ class AIMEpisodes(Episodes):
         a, stack = aim.scores(aim.keys(Z), self.queries.q), lambda r: None if r[0] is None else torch.stack(r).view(T, -1, aim.K)
         self.known = aim.choose(a, stack(self.ranks))
         if n: self.known[:, :n] |= aim.choose(a[:, :n], stack(self.ranks_in))
-        whole = products(Z.flatten(0, 1), aim.W_M, self.known.flatten(0, 1), self.scratch, aim.threads)
-        self.parts, self.heads = part_split(whole, T, n)
+        self.whole = products(Z.flatten(0, 1), aim.W_M, self.known.flatten(0, 1), self.scratch, aim.threads)
+        self.parts, self.heads = part_split(self.whole, T, n)
 
     @torch.no_grad()
-    def __getitem__(self, t): return AIMSteps(self, t)
+    def __getitem__(self, t):
+        if t and not t % FOLD: fold_(self.values, self.whole, t*self.Z.shape[1], self.scratch, self.layer.threads)
+        return AIMSteps(self, t)
 
     @torch.no_grad()
     def write_(self):
