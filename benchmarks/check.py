@@ -11,6 +11,7 @@ FASTER = {      # times faster than the plain way
 FLAT = ("training step 256->400 against M", "one image 256->400 against M", "inner loop of 20 steps, D=504, against M")
 AT_MOST = {     # in the row's own unit
     "paper run sib+aim": 30, "paper run sib+aim, peak memory": 2, "paper run, sib+linear over sib+aim": 2,
+    "meta-test of 600 classes oml+aim omniglot, peak memory beside the model": 4,
     "import aim_nb.aim after torch": .3, "outer step oml+aim omniglot, per-image norm over affine": 1.15,
 }
 AT_LEAST = {"convolutions of the outer step oml+aim omniglot": .7, "convolutions of the outer step oml+aim cifar": .7}

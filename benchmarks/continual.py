@@ -85,9 +85,9 @@ def outer_steps(plan):
             del fast, x, ours, ref      # the networks of the next size need the memory
 
 
-def kept(what, plan, *data):
+def kept(what, plan, *data, tries=2):
     def run(): return own_process("benchmarks.kept", what, "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0], *data)
-    return steadily(run, plan, tries=2)
+    return steadily(run, plan, tries)
 
 
 @case("continual")
@@ -103,6 +103,15 @@ def per_image_norm(plan):
     "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map (folded into the convolutions), memory kept as in training."
     found, seen = kept("norms", plan)
     return [value_row("outer step oml+aim omniglot, per-image norm over affine", found["instance_ms"] / found["affine_ms"], "x", seen, **found)]
+
+
+@case("continual")
+def meta_test_memory(plan):
+    "Peak memory of a meta-test trajectory of OML+AIM on Omniglot beside the model's, against its length; each in a process of its own."
+    ns = (2, 4) if plan["tiny"] else (75, 150, 300, 600)
+    found = [kept("trajectory", plan, str(n), tries=1) for n in ns]
+    gb, seen = [r["gb"] for r, _ in found], dict(found[-1][1], steady=True)     # no time is told
+    return [value_row(f"meta-test of {ns[-1]} classes oml+aim omniglot, peak memory beside the model", gb[-1], "GB", seen, classes=list(ns), gb=gb, before_gb=found[-1][0]["before_gb"])]
 
 
 @case("continual")

@@ -1,22 +1,30 @@
-"""python -m benchmarks.kept norms|convolutions SIZE REPEATS CLOCK [DATA]: outer steps of OML+AIM with memory kept, as `run_loop` has it, which needs a process of its own; JSON."""
+"""python -m benchmarks.kept norms|convolutions|trajectory SIZE REPEATS CLOCK [WHAT]: outer steps and meta-test of OML+AIM with memory kept, as `run_loop` has it, which needs a process of its own; JSON."""
 from __future__ import annotations
 
 import json
+import resource
 import sys
 
-from aim_nb.core import keep_memory, torch_rng
-from aim_nb.oml import OML
+import numpy as np
+import torch
 
-from .continual import meta_batch, nets, own_step
+from aim_nb.core import keep_memory, torch_rng
+from aim_nb.evaluate_continual import Frozen, run_tails
+from aim_nb.oml import OML
+from aim_nb.tasks import draw_trajectory
+
+from .continual import make_images, meta_batch, nets, own_step
 from .harness import CLOCK, CLOCKS, median, seconds
 from .layer import together
 
 
+def omniglot_net(tiny, norm="instance"): return OML((1, 28, 28), 1000, "aim", norm=norm, width=8 if tiny else 112, generator=torch_rng(0, "oml"), M=12 if tiny else 64, K=10, l=2)
+
+
 def norms(tiny, repeats):
     "Milliseconds of a step with either norm."
-    shape, width, M = (1, 28, 28), *((8, 12) if tiny else (112, 64))
-    x, y, T = meta_batch(shape, tiny)
-    steps = [own_step("oml", OML(shape, 1000, "aim", norm=norm, width=width, generator=torch_rng(0, "oml"), M=M, K=10, l=2).train(), x, y, T) for norm in ("affine", "instance")]
+    x, y, T = meta_batch((1, 28, 28), tiny)
+    steps = [own_step("oml", omniglot_net(tiny, norm).train(), x, y, T) for norm in ("affine", "instance")]
     return dict(zip(("affine_ms", "instance_ms"), together(steps, dict(seconds=0., repeats=repeats))))
 
 
@@ -43,10 +51,24 @@ def convolutions(tiny, repeats, data):
     return dict(share=min(each) / own, image_ms=own, alone_ms=dict(zip(batches, each)))
 
 
+def peak_gb(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
+
+
+def trajectory(tiny, repeats, n):
+    "Peak memory of one meta-test trajectory of `n` classes beside the model's: 15 images a class to learn from, 5 to be tested on, all of the tail under Adam."
+    n, net = int(n), omniglot_net(tiny).eval()
+    with torch.no_grad(): net.features(make_images(1, 50, 1, 28)[0])
+    before = peak_gb()      # with the libraries, the network and a batch through it
+    with torch.no_grad(): f = torch.cat([net.features(make_images(1, 20, 1, 28, seed=c)[0]) for c in range(n)])
+    rows = np.arange(20 * n).reshape(n, 20)
+    run_tails(net.tail, Frozen(f, np.arange(20 * n)), [draw_trajectory(rows[:, :15], rows[:, 15:], 0, 0, n)], [1e-3], (n,), [("memory", n)])
+    return dict(gb=peak_gb() - before, before_gb=before)
+
+
 def main(what, size, repeats, clock, *data):
     keep_memory()
     CLOCK[0] = clock
-    print(json.dumps(dict(norms=norms, convolutions=convolutions)[what](size == "tiny", int(repeats), *data)))
+    print(json.dumps(dict(norms=norms, convolutions=convolutions, trajectory=trajectory)[what](size == "tiny", int(repeats), *data)))
 
 
 if __name__ == "__main__": main(*sys.argv[1:])
