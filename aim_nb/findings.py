@@ -21,9 +21,9 @@ __all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'OVER', 
            'figure_rows', 'budgets', 'coverage', 'coverage_text', 'paper_run', 'run_hours', 'backbone_hours', 'missing',
            'figure_hours', 'unmade', 'plan_lines', 'unmade_markdown', 'label_lines', 'hours_text', 'cost_text',
            'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained', 'plain_lines', 'gain_lines', 'trend',
-           'trend_text', 'band_lines', 'gap_lines', 'box', 'summary_markdown', 'records_of', 'block_markdown',
-           'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures', 'forgetting_figures',
-           'forgetting_markdown', 'ablation_figures', 'all_figures', 'table_files']
+           'trend_text', 'band_lines', 'gap_lines', 'switched', 'switch_lines', 'box', 'summary_markdown', 'records_of',
+           'block_markdown', 'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures',
+           'forgetting_figures', 'forgetting_markdown', 'ablation_figures', 'all_figures', 'table_files']
 
 # %% ../nbs/18_findings.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -544,6 +544,26 @@ def gap_lines(records) -> list:
         at = sorted((p for p in here if p.where["n_classes"] == n), key=lambda p: METHODS.index(p.where["method"]))
         said = ", ".join(f"{method_label(p.where['method'])} {p.values['gap'].mean:.1f} ± {1.96*se_of(p.values['gap']):.1f}" for p in at)
         out.append(f"- **Images learnt from over held-out images on {d}** ({trained(at[0].where)}), points after {n} classes: {said}.")
+    return out
+
+# %% ../nbs/18_findings.ipynb #94dcc603
+def switched(all_) -> list:
+    "(point, value, standard error, fewest seeds): accuracy with one switch moved, less that of the same training and data with none."
+    out = []
+    for p in (p for p in all_ if p.where["other"].count("=") == 1 and p.where["budget"] != "smoke" and "accuracy" in p.values):
+        q = next((q for q in all_ if q.where == p.where | {"other": ""}), None)
+        if q is None: continue
+        a, b = (x.values["accuracy"] for x in (p, q))
+        out.append((p, a.mean - b.mean, math.hypot(se_of(a), se_of(b)), min(a.n, b.n)))
+    return out
+
+def switch_lines(records) -> list:
+    "A sentence for each switch that was moved alone."
+    said = lambda p, v, se: f"{round(v, 1) + 0.:+.1f} ± {1.96*se:.1f}" + (f" at {n}" if (n := p.where.get("n_classes")) else "")
+    out, usual = [], lambda d: d[0].where.get("n_classes", 10) in bands("oml")
+    for g in _groups(filter(usual, switched(sorted(points(records), key=in_order))), "dataset", "backbone", "n_shot", "method", "other"):
+        w = g[0][0].where
+        out.append(f"- **`{w['other']}`**, {method_label(w['method'])} on {_place(w | {'other': ''})} ({trained(w, min(d[3] for d in g))}): {', '.join(said(*d[:3]) for d in g)}{' classes' if 'n_classes' in w else ' points'}.")
     return out
 
 # %% ../nbs/18_findings.ipynb #ffffdea2
