@@ -511,8 +511,9 @@ def trend_text(method, curves) -> str:
     full, n = hyper("continual")["steps"].value, max(set(bands(method)).intersection(*curves.values()))
     slope, then = trend(list(curves), [c[n].values["accuracy"].mean for c in curves.values()], full)
     (low, high), theirs = bands(method)[n], paper_value("continualz", dataset="omniglot", method=method, n_classes=n)[0]
-    lengths = ", ".join(f"{k:,}" for k in curves)
-    return f" Over {lengths} steps it gains {slope:.1f} points at {n} classes with every doubling; by that trend (an extrapolation) {full:,} steps would give {then:.0f} % (band {low:g}-{high:g}, paper {theirs:.1f})."
+    lengths, (a, b) = ", ".join(f"{k:,}" for k in curves), [c[n].values["accuracy"].mean for c in list(curves.values())[-2:]]
+    return (f" Over {lengths} steps it gains {slope:.1f} points at {n} classes with every doubling, {b - a:+.1f} between the last two; by that trend (an extrapolation) {full:,} steps would give {then:.0f} % "
+            f"(band {low:g}-{high:g}, paper {theirs:.1f}).")
 
 # %% ../nbs/18_findings.ipynb #ef055bea
 def _one_budget(records) -> list:
