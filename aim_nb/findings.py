@@ -702,10 +702,9 @@ def forgetting_markdown(records) -> str:
 
 # %% ../nbs/18_findings.ipynb #b1fd215e
 def _swept(table, records, block):
-    "The curves of an ablation table for one block, of its longest budget."
+    "The curves of an ablation table for one block, of the budget with the most points, the longest of those."
     f = ablation_table(records, table, *block)
-    f = f[f.ours.notna() & (f.variant == "")]
-    f = f[f.steps == f.steps.max()]
+    _, f = max(f[f.ours.notna() & (f.variant == "")].groupby("budget"), key=lambda g: (len(g[1]), g[1].steps.max()), default=("", f[:0]))
     return {f"{block[0]} {n}-shot": (g.K + g.l, g.ours) for n, g in f.groupby("n_shot") if len(g) > 1}
 
 def ablation_figures(records) -> dict:
