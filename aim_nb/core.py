@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'PAPER_LONG', 'GLYPHS_QUICK', 'AimError',
+__all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'PAPER_LONG', 'QUICK', 'AimError',
            'check_choice', 'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test', 'atomic_file',
            'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env',
            'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device', 'progress', 'Protocol', 'Budget',
@@ -284,17 +284,20 @@ BUDGETS["fewshot"]["paper-onecycle"] = BUDGETS["fewshot"]["paper"] | PAPER_LONG[
 def budget(
     name="quick",    # smoke | quick | paper | paper@N | paper-onecycle | paper-onecycle@N
     task="fewshot",  # fewshot | continual
-    dataset="",      # glyphs are small images of many classes: quick is quicker there
+    dataset="",      # `quick` is shorter where a step is dear (mini-ImageNet) or little is to be learnt (glyphs)
     steps=0,         # another number of steps (0: the budget's own)
 ) -> Budget:
     "The budget called `name`."
     base, _, at = name.partition("@")
     table = BUDGETS[check_choice("task", task, tuple(BUDGETS))]
     values = dict(table[check_choice("budget", base, tuple(table))])
-    if base == "quick" and dataset == "glyphs": values.update(GLYPHS_QUICK[task])
+    if base == "quick": values.update(QUICK.get(dataset, {}).get(task, {}))
     if at and (base not in PAPER_LONG or not at.isdigit()): raise AimError(f"budget={name!r} is not known; write paper@N with a number of steps.")
     if at and task == "continual": values.update(rates=7, rate_runs=2, val_every=250) # the release's search of 14 rates x 10 only at its own number of steps
     if steps or at: values["steps"] = int(steps or at)
     return Budget(name, task, **values)
 
-GLYPHS_QUICK = {"fewshot": dict(steps=1000, val_every=250, pretrain_epochs=3, views=2, val_episodes=500), "continual": dict(steps=300, val_every=100, width=32, runs=3, rates=3, rate_runs=1, classes=50)}
+QUICK = { # where it is not the usual one
+    "glyphs": dict(fewshot=dict(steps=1000, val_every=250, pretrain_epochs=3, views=2, val_episodes=500), continual=dict(steps=300, val_every=100, width=32, runs=3, rates=3, rate_runs=1, classes=50)),
+    "mini-imagenet": dict(fewshot=dict(steps=2000, val_every=500, pretrain_epochs=5, views=3), continual=dict(steps=200, width=32)),
+}
