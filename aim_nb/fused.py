@@ -4,19 +4,19 @@
 
 # %% ../nbs/11_fused.ipynb #ce1e45bb
 from __future__ import annotations
-import math, weakref
+import functools, math, weakref
 from typing import NamedTuple
 import torch
 import torch.nn.functional as F
-from .aim import AIM, Identity, LinearTwin, Plan, matrices, plan, unit, unit_grad
-from .core import share_out
+from .aim import AIM, Identity, LinearTwin, matrices, plan, unit, unit_grad
+from .core import AimError, share_out
 
 # %% auto #0
-__all__ = ['FOLD', 'Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'multiply', 'subtract_', 'LinearSteps',
-           'LinearEpisodes', 'Scratch', 'row_by_row', 'Part', 'products', 'few_products', 'part_sum', 'part_slopes',
-           'part_split', 'Pending', 'move_', 'fold_', 'catch_up_', 'dot', 'vbm', 'Tied', 'Stepped', 'Queries',
-           'mixtures', 'write_states_', 'moving_queries', 'AIMOutputs', 'AIMSteps', 'AIMEpisodes', 'block_length',
-           'episodes', 'steps']
+__all__ = ['Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'multiply', 'subtract_', 'LinearSteps',
+           'LinearEpisodes', 'Scratch', 'steps_of', 'row_by_row', 'Part', 'update_', 'products', 'few_products',
+           'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot', 'vbm', 'moving', 'Tied', 'Stepped',
+           'coefficients', 'mixtures', 'write_state_', 'write_states_', 'Queries', 'moving_queries', 'AIMOutputs',
+           'AIMSteps', 'AIMEpisodes', 'block_length', 'episodes', 'steps']
 
 # %% ../nbs/11_fused.ipynb #3a94c4d3
 class Mixed(NamedTuple):
@@ -47,10 +47,10 @@ class Steps:
 
 # %% ../nbs/11_fused.ipynb #319850ed
 class Episodes:
-    "Episodes of a layer, block by block: `begin` a block, take its `Steps` one after the other (under `torch.no_grad()`), `write_` it."
+    "Episodes of a layer, block by block: `begin` a block, take its `Steps` one after the other (under `torch.no_grad()`), `begin` the next one; `write_` for whoever wants to see the weights."
     def __init__(self, layer, n=0): self.layer, self.n = layer, n # n: support rows of an episode
     def begin(self, Z, ranks_in=None, ranks=None): # (T, B, D) features of T episodes; T stochastic choices of the support rows and of all rows, or None
-        "Start a block."
+        "Start a block; the last one's steps are taken in."
         self.Z = Z
     @torch.no_grad()
     def __getitem__(self, t): return self.steps(self.layer, self.Z[t], self.n)
@@ -110,14 +110,18 @@ class Scratch:
     def __init__(self): self.held = {}
     def take(self, name, n, like):
         "`n` rows as wide as those of `like`."
-        if name not in self.held or len(self.held[name]) < n: self.held[name] = like.new_empty(n + n//8, like.shape[-1])
-        return self.held[name][:n]
+        key = name, like.shape[-1]
+        if key not in self.held or len(self.held[key]) < n: self.held[key] = like.new_empty(n + n//8, like.shape[-1])
+        return self.held[key][:n]
     def gather(self, name, x, rows): return torch.index_select(x, 0, rows, out=self.take(name, len(rows), x))
+
+@functools.cache
+def steps_of(n, by, device): return torch.arange(0, n*by, by, device=device)
 
 def row_by_row(x, W, mech): # (n, D), (M, D, V), (n,)
     "x_i W_m for one mechanism m a row: `embedding_bag` reads matrices at the memory's pace, a matrix product with a single row does not."
     D = W.shape[1]
-    return F.embedding_bag(mech[:, None]*D + torch.arange(D, device=x.device), W.detach().view(-1, W.shape[2]), mode="sum", per_sample_weights=x)
+    return F.embedding_bag(mech[:, None]*D + steps_of(D, 1, x.device), W.detach().view(-1, W.shape[2]), mode="sum", per_sample_weights=x)
 
 class Part(NamedTuple):
     "Products z_r W_m of some pairs, the pairs sorted by row."
@@ -126,16 +130,20 @@ class Part(NamedTuple):
     at: torch.Tensor     # (n,) where in Y a pair's product stands
     starts: torch.Tensor # (B,) the first pair of each row
     Y: torch.Tensor      # (N, V)
-    Z: torch.Tensor | None = None  # (N, D) the rows multiplied,
-    plan: Plan | None = None       # mechanism by mechanism
 
-def products(z, W, mask, scratch, cores=1) -> Part:
-    "The pairs of a mask, multiplied: one product a mechanism."
+def update_(W, z, r, x, y): # of one mechanism: a step W -= z r first, if there is one, then a product y = x W, if one is wanted
+    if z is not None: subtract_(W, z, r)
+    if x is not None: multiply(x, W, y)
+
+def products(z, W, mask, scratch, cores=1, pending={}) -> Part: # pending: mechanism -> (z^T, r) of its step
+    "The pairs of a mask, multiplied: one product a mechanism, after its step, while it is in the cache."
     p = plan(mask)
     Z, Y = scratch.gather("Z", z, p.rows), scratch.take("Y", len(p.rows), W)
-    share_out(multiply, [*zip(Z.split(p.sizes), matrices(W, p.active), Y.split(p.sizes))], cores)
+    own = dict(zip(p.active, zip(Z.split(p.sizes), Y.split(p.sizes))))
+    some, none = sorted({*own, *pending}), (None, None)
+    share_out(update_, [(W_m, *pending.get(m, none), *own.get(m, none)) for m, W_m in zip(some, matrices(W, some))], cores)
     at, n = p.rows.argsort(stable=True), mask.sum(1)
-    return Part(p.rows[at], p.mech[at], at, n.cumsum(0) - n, Y, Z, p)
+    return Part(p.rows[at], p.mech[at], at, n.cumsum(0) - n, Y)
 
 def few_products(z, W, mask) -> Part:
     "The same, pair by pair."
@@ -161,87 +169,85 @@ def part_split(part, T, n=0) -> tuple: # equal runs of rows; how many rows make 
 
 # %% ../nbs/11_fused.ipynb #6a971b4b
 class Pending:
-    "Steps of W_M in factors: W_m moves by -sum_i w_im z_i^T r_i. The products know of the `old` ones already."
+    "Steps of W_M in factors: W_m moves by -sum_i w_im z_i^T r_i."
     def __init__(self, size, d_in, M, d_out, like):
-        self.z, self.w, self.r, self.n, self.old = *(like.new_empty(size, k) for k in (d_in, M, d_out)), 0, 0
+        self.z, self.w, self.r, self.n = *(like.new_empty(size, k) for k in (d_in, M, d_out)), 0
     def add(self, *rows): # z, w and r, the rate in it
         "Hold a step."
         n, self.n = self.n, self.n + len(rows[0])
         for held, new in zip((self.z, self.w, self.r), rows): held[n:self.n] = new
-    def new(self): return self.w[self.old:self.n], self.r[self.old:self.n]
-    def move(self, y, w, gram): # (B, V) outputs, (B, M), (B, n) z_b . z_i of the new rows
+    def factors(self): return self.w[:self.n], self.r[:self.n]
+    def move(self, y, w, gram): # (B, V) outputs, (B, M), (B, n) z_b . z_i
         "The outputs after the steps, in place."
-        u, r = self.new()
+        u, r = self.factors()
         return y.addmm_((w @ u.t()).mul_(gram[:, :len(u)]), r, alpha=-1) if len(u) else y
     def tilt(self, da, g, gram): # (B, M) slopes, (B, V)
         "The slopes after the steps, in place."
-        u, r = self.new()
+        u, r = self.factors()
         return da.addmm_((g @ r.t()).mul_(gram[:, :len(u)]), u, alpha=-1) if len(u) else da
+    def by_mechanism(self, scratch) -> dict:
+        "Mechanism -> z^T and r of its step, all of them in one; nothing is pending then."
+        w, r = self.factors()
+        p = plan(w != 0)
+        Z, R = scratch.gather("Zi", self.z, p.rows), scratch.gather("R", r, p.rows).mul_(w[p.rows, p.mech, None])
+        self.n = 0
+        return dict(zip(p.active, zip(Z.t().split(p.sizes, 1), R.split(p.sizes))))
     def write_(self, W, scratch, cores=1): # (M, D, V)
         "Into the weights with all of them: one product a mechanism."
-        p, z, r = self.by_mechanism(0, scratch, "Z", "Y")
-        share_out(subtract_, [*zip(matrices(W, p.active), z, r)], cores)
-        self.n = self.old = 0
-    def by_mechanism(self, first, scratch, *names):
-        "Where mechanisms are used from step `first` on, and for each of these its z_i^T and w_im r_i."
-        w, z, r = (t[first:self.n] for t in (self.w, self.z, self.r))
-        p = plan(w != 0)
-        Z, R = (scratch.gather(name, t, p.rows) for name, t in zip(names, (z, r)))
-        return p, Z.t().split(p.sizes, 1), R.mul_(w[p.rows, p.mech, None]).split(p.sizes)
-
-# %% ../nbs/11_fused.ipynb #d1c66495
-def move_(Y, Z, z, r): Y.addmm_(Z @ z, r, alpha=-1)
-
-def fold_(held, part, first, scratch, cores=1): # Pending, Part
-    "Bring the products of the rows from `first` on up to date; the steps held are old then."
-    p, z, r = held.by_mechanism(held.old, scratch, "Zi", "R")
-    n = part.plan.mech[part.plan.rows >= first].bincount(minlength=held.w.shape[1]).tolist()      # the last ones of each mechanism's
-    own = {m: ts for m, *ts in zip(part.plan.active, *(t.split(part.plan.sizes) for t in (part.Y, part.Z)))}
-    share_out(move_, [(*(t[-n[m]:] for t in own[m]), z, r) for m, z, r in zip(p.active, z, r) if n[m]], cores)
-    held.old = held.n
-
-def catch_up_(held, part, z): # Pending, Part of `few_products`, its rows
-    "Bring products that are made late up to date with the old steps."
-    w, zs, r = (t[:held.old] for t in (held.w, held.z, held.r))
-    if held.old: part.Y.addmm_((z[part.rows] @ zs.t()).mul_(w[:, part.mech].t()), r, alpha=-1)
+        own = self.by_mechanism(scratch)
+        share_out(subtract_, [(W_m, *own[m]) for m, W_m in zip(own, matrices(W, [*own]))], cores)
 
 # %% ../nbs/11_fused.ipynb #c2a01a45
 def dot(x, y): return (x*y).sum(-1, keepdim=True)
 def vbm(x, W): return torch.bmm(x[:, None], W)[:, 0]    # x_m W_m for every m
+def moving(u): return u.abs().amax(1) != 0
 
 class Tied:
     "h and W_Q as the rest of the network sees them: q, s = h.h and G = W_Q^T W_Q, under SGD steps that are not written."
     def __init__(self, layer):
         self.h, self.W, self.scratch = layer.h.detach(), layer.W_Q.detach(), Scratch()
         self.q, self.s, self.G = vbm(self.h, self.W), dot(self.h, self.h), torch.bmm(self.W.mT, self.W)
-        self.done, self.held, self.n, self.up, self.moves = [], None, 0, self.G[:, :0, None], self.G[:, :0, 0] != 0
+        self.done, self.held, self.frame, self.n = [], None, None, 0
+        self.up, self.moves = self.G.new_empty(0, 2, *self.q.shape), self.G.new_empty(0, len(self.G), dtype=torch.bool)
         self.note()
     def now(self): return [(t.data_ptr(), t._version) for t in (self.h, self.W)]
     def note(self): self.then = self.now()
 
-    def pull(self, u):
+    def pull(self, u, moves):
         "G u at the present step; only what belongs to the mechanisms that move is read."
-        some = u.any(1).nonzero()[:, 0]
-        x = u[some]
+        some = moves.nonzero()[:, 0]
+        x = u.index_select(0, some)
         v = row_by_row(x, self.G, some)
         if self.n: v.sub_(self.changed(some, x))
         return torch.zeros_like(u).index_copy_(0, some, v)
 
     def changed(self, some, x):
         "What the changes of G make of x: the sum of u (p.x) + p (u.x)."
-        moves, (size, _, d) = self.moves[some, :self.n], self.up.shape[1:]
+        moves = self.moves[:self.n].index_select(1, some).t()
         (m, j), n = moves.nonzero(as_tuple=True), 2*moves.sum(1)
-        at = (2*(some[m]*size + j)[:, None] + torch.arange(2, device=x.device)).flatten()
-        up = self.scratch.gather("up", self.up.view(-1, d), at).view(-1, 2, d).mul_(x.index_select(0, m)[:, None]).sum(2)
-        return F.embedding_bag(at, self.up.view(-1, d), n.cumsum(0) - n, mode="sum", per_sample_weights=up.flip(1).flatten())
+        at, rows = self.places(j, some.index_select(0, m)), self.up.view(-1, x.shape[1])
+        up = self.scratch.gather("up", rows, at).view(-1, 2, x.shape[1]).mul_(x.index_select(0, m)[:, None]).sum(2)
+        return F.embedding_bag(at, rows, n.cumsum(0) - n, mode="sum", per_sample_weights=up.flip(1).flatten())
 
-    def change(self, q, s, u, lr): # G -= p u^T + u p^T
+    def places(self, j, m): # steps, mechanisms
+        "Where in `up` the u and the p of some pairs stand, one after the other."
+        M = len(self.q)
+        return ((2*M*j).add_(m)[:, None] + steps_of(2, M, m.device)).flatten()
+
+    def change(self, q, s, u, moves, lr): # G -= p u^T + u p^T
         "Take in a step's change of G."
-        if self.n == self.up.shape[1]:
-            self.up, self.moves = (torch.cat([t, t.new_empty(len(t), max(8, self.n), *t.shape[2:])], 1) for t in (self.up.expand(-1, -1, 2, -1), self.moves))
-        self.up[:, self.n, 0], self.moves[:, self.n] = u, u.any(1)
-        torch.mul(q, lr, out=self.up[:, self.n, 1]).addcmul_(s, u, value=-.5*lr*lr)
+        if self.n == len(self.up): self.up, self.moves = (torch.cat([t, t.new_empty(max(8, self.n), *t.shape[1:])]) for t in (self.up, self.moves))
+        self.up[self.n, 0], self.moves[self.n] = u, moves
+        torch.mul(q, lr, out=self.up[self.n, 1]).addcmul_(s, u, value=-.5*lr*lr)
         self.n += 1
+
+    def fold_(self):
+        "Take the changes into G: one product a mechanism."
+        p, d = plan(self.moves[:self.n]), self.q.shape[1]
+        up = self.scratch.gather("up", self.up.view(-1, d), self.places(p.rows, p.mech))
+        left, right = (t.split([2*n for n in p.sizes]) for t in (up, up.view(-1, 2, d).flip(1).view(-1, d)))
+        for G, l, r in zip(matrices(self.G, p.active), left, right): subtract_(G, l.t(), r)
+        self.n = 0
 
 # %% ../nbs/11_fused.ipynb #3175dd77
 class Stepped(Tied):
@@ -253,76 +259,115 @@ class Stepped(Tied):
 
     def hold(self, u, lr):
         "The queries after a step that may be kept or not."
-        v = self.pull(u)
+        moves = moving(u)
+        v = self.pull(u, moves)
         q, s = self.after(self.q, self.s, u, v, lr)
-        self.held = u, v, lr, q, s
+        self.held = u, moves, v, lr, q, s
         return q
 
     def step(self, u, lr, keep=True):
         "A step for u = dL/dq at the queries held; `keep`: after the held one, else in its place."
-        held, self.held = self.held, None
-        if held and not keep: return self.detour(u, lr, *held)
-        if held:
-            self.change(self.q, self.s, held[0], held[2]); self.done.append((held[2], 0., held[:1]))
-            self.q, self.s = held[3:]
-        v = self.pull(u)
-        q, s = self.after(self.q, self.s, u, v, lr)
-        self.change(self.q, self.s, u, lr); self.done.append((lr, 0., (u,)))
+        held, self.held, moves = self.held, None, moving(u)
+        if held and not keep: return self.detour(u, moves, lr, *held)
+        if held: self.take(*held[:2], *held[3:])
+        self.take(u, moves, lr, *self.after(self.q, self.s, u, self.pull(u, moves), lr))
+
+    def take(self, u, moves, lr, q, s): # the queries and s after it
+        "Go one step on."
+        self.change(self.q, self.s, u, moves, lr); self.done.append((lr, 0., (u,), (moves,)))
         self.q, self.s = q, s
 
-    def detour(self, u, lr, u1, v1, lr1, _, s1):
+    def detour(self, u, moves, lr, u1, moves1, v1, lr1, _, s1):
         "A step from the slow state along the gradient at the held one."
-        v, c, q1 = self.pull(u), 1 + lr*lr1*dot(u1, u), self.q.sub(v1, alpha=lr1)
+        v, c, q1 = self.pull(u, moves), 1 + lr*lr1*dot(u1, u), self.q.sub(v1, alpha=lr1)
         across = c*self.s.sub(dot(self.q, u1), alpha=lr1) - lr*dot(u, q1)       # h' . h_1
         q = (c*self.q).sub_(v, alpha=lr).addcmul_(across, u, value=-lr)
-        self.change(q1, s1, u, lr); self.done.append((lr, lr1, (u, u1)))
+        self.change(q1, s1, u, moves, lr); self.done.append((lr, lr1, (u, u1), (moves, moves1)))
         self.q, self.s = q, c*c*self.s - 2*lr*c*dot(self.q, u) + lr*lr*dot(u, v)
 
 # %% ../nbs/11_fused.ipynb #282f7a47
-class Queries(Stepped):
-    "The queries under SGD steps: `hold` one, `step`, and `write_` them into h and W_Q."
-    def write_(self):
-        "Into h and W_Q with all steps; a few mechanisms are picked out, many are done together."
-        if not self.done: return
-        us = [u for *_, us in self.done for u in us]
-        U = torch.stack(us, 1, out=self.scratch.take("U", len(self.h)*len(us), self.q).view(len(self.h), len(us), -1))
-        some = U.flatten(1).any(1).nonzero()[:, 0]
-        own = [self.h, self.W, self.G, U, self.up[:, :self.n]]
-        if 2*len(some) < len(U): own = [t.index_select(0, some) for t in own]
-        h, W, G, U, up = own
-        h = write_states_(h, W, U, self.done, self.scratch)
-        for a, b in ((0, 1), (1, 0)): G.baddbmm_(up[:, :, a].mT, up[:, :, b], alpha=-1)
-        q, s = row_by_row(h, W, torch.arange(len(h), device=h.device)), dot(h, h)
-        if len(h) == len(self.h): self.h.copy_(h); self.q, self.s = q, s
-        else:
-            for t, new in ((self.h, h), (self.W, W), (self.G, G)): t.index_copy_(0, some, new)
-            self.q, self.s = self.q.index_copy(0, some, q), self.s.index_copy(0, some, s)
-        self.done, self.n = [], 0; self.note()
+def coefficients(steps, like): # of `Queries.done`
+    "Rate and second rate of every u_j, and which u_i a step along u_j comes after; a step's own u comes before the u_1 of its detour."
+    n = [len(us) for _, _, us, _ in steps]
+    of, first = torch.arange(len(n)).repeat_interleave(torch.tensor(n)), torch.tensor([j == 0 for k in n for j in range(k)])
+    lr, lr1 = (like.new_tensor([s[i] if j == 0 else 0. for s, k in zip(steps, n) for j in range(k)]) for i in (0, 1))
+    return lr, lr1, (of[:, None] > of).logical_and_(first).to(like)
 
-# %% ../nbs/11_fused.ipynb #7387f0fe
 def mixtures(
     steps, # of `Queries.done`
     D,     # (M, J, J) u_i . u_j
 ) -> tuple:
     "In terms of h and the W_Q u_j before all steps: h after them (M, 1 + J), and what multiplies u_j^T in W_Q's change (M, J, 1 + J)."
-    (m, J), unit = D.shape[:2], torch.eye(1 + D.shape[1], dtype=D.dtype, device=D.device)
-    h, X, j = unit[0].expand(m, -1), D.new_zeros(m, J, 1 + J), 0
-    image = lambda j: unit[j + 1] - vbm(D[:, j, :j], X[:, :j]) if j else unit[1]      # W_Q u_j as it is by then
-    for lr, lr1, us in steps:
-        x = h - lr1*(unit[j + 2] - vbm(D[:, j + 1, :j], X[:, :j])) if lr1 else h
-        h = (1 + lr*lr1*D[:, j, j + 1, None] if lr1 else 1)*h - lr*image(j)
-        X[:, j] = lr*x
-        j += len(us)
-    return h, X
+    lr, lr1, after = coefficients(steps, D)
+    grown = 1 + lr*lr1*F.pad(D.diagonal(1, 1, 2), (0, 1)) if lr1.any() else torch.ones_like(D[:1, 0])     # what a detour multiplies h by; without one nothing differs between mechanisms
+    upto = grown.cumprod(1); before, rate, last = upto/grown, lr/upto, upto[:, -1:]
+    E, R = D*(after*lr), (after*(before[:, :, None]*rate[:, None])).add_(torch.diag(lr1[:-1], 1)).neg_()
+    T = E @ R
+    C = torch.linalg.solve_triangular(T, torch.eye(len(lr)).to(T).expand_as(T), upper=False, unitriangular=True)      # of the images W_Q u_j as they are by then
+    e, B, f = E @ before[:, :, None], (R*lr[:, None]) @ C, (last*rate)[:, None] @ C
+    return torch.cat([last + (f @ e)[:, 0], -f[:, 0]], 1), torch.cat([(lr*before)[:, :, None] - B @ e, B], 2)
 
-def write_states_(h, W, U, steps, scratch): # (M, d_h), (M, d_h, d_k), (M, J, d_k)
-    "W_Q, in place, and h after some steps."
-    (M, J), take = U.shape[:2], lambda name, n: scratch.take(name, M*n, h).view(M, n, h.shape[1])
-    start = take("start", 1 + J)
-    start[:, 0] = h; torch.bmm(U, W.mT, out=start[:, 1:])
-    mix, X = mixtures(steps, torch.bmm(U, U.mT))
-    W.baddbmm_(torch.bmm(X, start, out=take("left", J)).mT, U, alpha=-1)
-    return vbm(mix, start)
+# %% ../nbs/11_fused.ipynb #84254540
+def write_state_(W, U, N, start): # of one mechanism: U and N the rows that are not zero, after one for h; start: h, then zeros
+    W.addmm_(N.t(), start.addmm_(U, W), alpha=-1)
+
+def write_states_(h, W, steps, scratch): # (M, d_h), (M, d_k, d_h) W_Q transposed, as in `Queries.done`
+    "Steps into h and W_Q, in place; returns the mechanisms that have moved."
+    us, moves = ([t for step in steps for t in step[k]] for k in (2, 3))
+    (M, d), J = us[0].shape, 1 + len(us)
+    U, N = (scratch.take(name, M*J, us[0]).view(M, J, d) for name in "UN")
+    torch.stack([torch.zeros_like(us[0]), *us], 1, out=U)
+    mix, X = mixtures(steps, torch.bmm(U[:, 1:], U[:, 1:].mT))
+    torch.bmm(X.mT, U[:, 1:], out=N)
+    moves = torch.stack(moves); moved = moves.any(0)
+    p = plan(torch.cat([moved[None], moves]))
+    at, start, some = p.mech*J + p.rows, scratch.take("start", len(p.rows), h).zero_(), moved.nonzero()[:, 0]
+    first = (p.rows == 0).nonzero()[:, 0]
+    start[first] = h[some]
+    rows = lambda name, t: scratch.gather(name, t.view(M*J, d), at).split(p.sizes)
+    for job in zip(matrices(W, p.active), rows("U'", U), rows("N'", N), start.split(p.sizes)): write_state_(*job)
+    h[some] = F.embedding_bag(torch.arange(len(at), device=at.device), start, first, mode="sum", per_sample_weights=mix.flatten()[at])
+    return some
+
+# %% ../nbs/11_fused.ipynb #42c48591
+class Queries(Stepped):
+    "The queries under SGD steps: `hold` one, `step`; at the end of a block `keep_`, and `write_` for who wants to see h and W_Q."
+    def pending(self): return bool(self.done or self.frame)
+
+    def keep_(self):
+        "Take a block's steps into the frame."
+        if not self.done: return
+        if self.frame is None: self.frame = self.new_frame()
+        self.move_(*self.frame)
+
+    def move_(self, h, W): # W_Q transposed, or their coordinates
+        "Take a block's steps in; returns who has moved."
+        some = write_states_(h, W, self.done, self.scratch)
+        self.fold_(); self.done = []
+        return some
+
+    def write_(self):
+        "Into h and W_Q with all steps."
+        if not self.pending(): return
+        if self.frame: self.keep_(); some = self.unframe_()
+        else: some = self.move_(self.h, self.W.mT)
+        h = self.h[some]
+        self.q, self.s = self.q.index_copy(0, some, row_by_row(h, self.W, some)), self.s.index_copy(0, some, dot(h, h))
+        self.note()
+
+    def new_frame(self):
+        "Unit vectors: the coordinates of h, and those of the columns of W_Q, in terms of these columns and h; some more that stay zero make a width that products like."
+        M, d = self.q.shape
+        own = F.pad(torch.eye(1 + d), (0, -(1 + d) % 8)).to(self.q).repeat(M, 1, 1)
+        return own[:, d].clone(), own[:, :d].clone()
+
+    def unframe_(self):
+        "Out of the frame; returns all mechanisms."
+        for h, W, x, Y in zip(self.h, self.W, *self.frame):
+            both = F.pad(torch.cat([W, h[:, None]], 1), (0, len(x) - 1 - W.shape[1]))
+            torch.mv(both, x, out=h); torch.mm(both, Y.t(), out=W)
+        self.frame = None
+        return torch.arange(len(self.h), device=self.h.device)
 
 # %% ../nbs/11_fused.ipynb #e87551b1
 _queries = weakref.WeakKeyDictionary()
@@ -342,7 +387,7 @@ class AIMOutputs(Steps):
         aim, n, held = self.layer, self.n, run.values
         self.run, self.ranks, self.mask, self.first, self.lr = run, run.ranks[t], None, held.n, 0.
         held.z[held.n:held.n + n] = self.z[:n]              # the support rows may join those that are pending
-        self.gram = self.z @ held.z[held.old:held.n + n].t()
+        self.gram = self.z @ held.z[:held.n + n].t()
         self.k, self.q = aim.keys(self.z), run.queries.q
         self.a, self.parts, self.known = aim.scores(self.k, self.q), [run.parts[t]], run.known[t]
         if n:
@@ -355,7 +400,6 @@ class AIMOutputs(Steps):
         if not late.any(): return []
         self.known[:len(mask)] |= late
         self.parts.append(few_products(self.z, self.layer.W_M, late))
-        catch_up_(self.run.values, self.parts[-1], self.z)
         return self.parts[-1:]
 
     def _output(self, parts, w):
@@ -382,7 +426,7 @@ class AIMSteps(AIMOutputs):
     def adapt(self, g, lr):
         aim, n, a, g = self.layer, self.n, self.a[:self.n], self._unit_grad(g)
         ds = self._slopes(self.own, g, a, self.mask_in)
-        self.dk, self.lr, gram = ds @ self.q, lr, self.gram[:, self.first - self.run.values.old:]
+        self.dk, self.lr, gram = ds @ self.q, lr, self.gram[:, self.first:]
         self.q = self.run.queries.hold(ds.t() @ self.k[:n], lr)
         self.k = torch.addmm(self.k, gram if aim.b_K is None else gram + 1, self.dk, alpha=-lr)     # the key bias moves like the weight of a constant feature 1
         self.run.values.add(self.z[:n], a*self.mask_in, g*lr)
@@ -405,40 +449,43 @@ class AIMSteps(AIMOutputs):
         if run.alone: run.write_()
 
 # %% ../nbs/11_fused.ipynb #3af5dbc1
-FOLD = 8        # episodes after which the products are brought up to date
-
 class AIMEpisodes(Episodes):
-    "Those of AIM: between `begin` and `write_` only W_K moves, everything else is pending."
+    "Those of AIM: between `begin` and the next one, or `write_`, only W_K moves, everything else is pending."
     def __init__(self, layer, n=0, alone=False): # alone: every episode is written at once
         super().__init__(layer, n)
         self.alone, self.values, self.scratch, self.queries = alone, None, Scratch(), None
 
-    @torch.no_grad()
-    def begin(self, Z, ranks_in=None, ranks=None):
-        aim, n, (T, B) = self.layer, self.n, Z.shape[:2]
-        self.Z, self.ranks_in, self.ranks, self.queries = Z, ranks_in or [None]*T, ranks or [None]*T, moving_queries(aim)
-        if self.values is None or len(self.values.z) < T*(B + n): self.values = Pending(T*(B + n), aim.d_in, aim.M, aim.d_out, aim.h.detach())
-        a, stack = aim.scores(aim.keys(Z), self.queries.q), lambda r: None if r[0] is None else torch.stack(r).view(T, -1, aim.K)
-        self.known = aim.choose(a, stack(self.ranks))
-        if n: self.known[:, :n] |= aim.choose(a[:, :n], stack(self.ranks_in))
-        self.whole = products(Z.flatten(0, 1), aim.W_M, self.known.flatten(0, 1), self.scratch, aim.threads)
-        self.parts, self.heads = part_split(self.whole, T, n)
+    def own_queries(self):
+        "The layer's; those that hold steps of ours must still be its own."
+        own = moving_queries(self.layer)
+        if self.queries not in (None, own) and self.queries.pending(): raise AimError("h or W_Q was changed while steps were pending; call write_() before changing a layer's weights.")
+        self.queries = own
+        return own
 
     @torch.no_grad()
-    def __getitem__(self, t):
-        if t and not t % FOLD: fold_(self.values, self.whole, t*self.Z.shape[1], self.scratch, self.layer.threads)
-        return AIMSteps(self, t)
+    def begin(self, Z, ranks_in=None, ranks=None):
+        aim, n, (T, B), queries = self.layer, self.n, Z.shape[:2], self.own_queries()
+        queries.keep_()
+        pending = self.values.by_mechanism(self.scratch) if self.values and self.values.n else {}
+        self.Z, self.ranks_in, self.ranks = Z, ranks_in or [None]*T, ranks or [None]*T
+        if self.values is None or len(self.values.z) < T*(B + n): self.values = Pending(T*(B + n), aim.d_in, aim.M, aim.d_out, aim.h.detach())
+        a, stack = aim.scores(aim.keys(Z), queries.q), lambda r: None if r[0] is None else torch.stack(r).view(T, -1, aim.K)
+        self.known = aim.choose(a, stack(self.ranks))
+        if n: self.known[:, :n] |= aim.choose(a[:, :n], stack(self.ranks_in))
+        self.parts, self.heads = part_split(products(Z.flatten(0, 1), aim.W_M, self.known.flatten(0, 1), self.scratch, aim.threads, pending), T, n)
+
+    @torch.no_grad()
+    def __getitem__(self, t): return AIMSteps(self, t)
 
     @torch.no_grad()
     def write_(self):
-        if not self.values or not self.values.n: return
-        self.values.write_(self.layer.W_M.detach(), self.scratch, self.layer.threads)
-        self.queries.write_()
+        self.own_queries().write_()
+        if self.values and self.values.n: self.values.write_(self.layer.W_M.detach(), self.scratch, self.layer.threads)
 
 # %% ../nbs/11_fused.ipynb #8bc35662
 def block_length(layer) -> int:
     "Episodes that are best taken together."
-    return 1 if not isinstance(layer, AIM) else 8 if layer.M <= 64 else 16
+    return 8 if isinstance(layer, AIM) else 1
 
 def episodes(layer, n=0, alone=False) -> Episodes: # n: support rows of an episode; alone: every episode is written at once
     "The fused steps of a layer, for a run of episodes."

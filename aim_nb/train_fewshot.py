@@ -98,7 +98,8 @@ class EpisodeFeed:
         return self.z[k]
 
 # %% ../nbs/16_train_fewshot.ipynb #91897d2b
-_WAITS = ("layer.h", "layer.W_Q", "layer.W_M", "queries.q", "queries.s", "queries.G")     # stay as they are within a block
+_QUERIES = ("q", "s", "G")
+_WAITS = ("layer.h", "layer.W_Q", "layer.W_M", "frame.0", "frame.1", *(f"queries.{k}" for k in _QUERIES))     # stay as they are within a block
 
 class FewshotModel:
     "Layer and head in training, and their state as tensors."
@@ -110,24 +111,28 @@ class FewshotModel:
 
     def settle(self):
         "Write what is pending into the weights."
-        if self.count: self.run.write_()
+        if self.run: self.run.write_()
         self.count, self.start = 0, {}
+
+    def modules(self) -> dict: return module_tensors(self.layer, "layer.") | {k: v.clone() for k, v in module_tensors(self.head, "head.").items()}
 
     def weights(self) -> dict:
         "Layer and head."
         self.settle()
-        return module_tensors(self.layer, "layer.") | {k: v.clone() for k, v in module_tensors(self.head, "head.").items()}
+        return self.modules()
 
     def state(self) -> dict:
-        "What a step moves, between blocks."
-        own = moving_queries(self.layer) if len(self.used) else None
-        return self.weights() | {"momentum": self.optimiser.buffer, "used": self.used} | ({f"queries.{k}": getattr(own, k) for k in "qsG"} if own else {})
+        "What a step moves, at the start of a block; h and W_Q may be those of an earlier one, with a frame that tells what has become of them."
+        own, also = moving_queries(self.layer) if len(self.used) else None, {}
+        if own: also = {f"queries.{k}": getattr(own, k) for k in _QUERIES} | {f"frame.{i}": t for i, t in enumerate(own.frame or ())}
+        return self.modules() | {"momentum": self.optimiser.buffer, "used": self.used} | also
 
     def tensors(self) -> dict:
         "All that a resumed run needs."
         return (self.start if self.count else self.state()) | {"again": torch.tensor([self.first, self.count])} | self.log
 
     def load_weights(self, tensors):
+        self.settle()           # what is pending belongs to the weights that go
         for m, prefix in ((self.layer, "layer."), (self.head, "head.")): load_module(m, tensors, prefix)
 
     def load(self, tensors):
@@ -135,7 +140,9 @@ class FewshotModel:
         self.load_weights(tensors)
         self.optimiser.buffer.copy_(tensors["momentum"]); self.used.copy_(tensors["used"])
         own = moving_queries(self.layer) if len(self.used) else None
-        for k in "qsG" if own else "": setattr(own, k, torch.empty_like(getattr(own, k)).copy_(tensors[f"queries.{k}"]))   # in memory of torch's own: products may round differently elsewhere
+        same = lambda t: torch.empty(t.shape, dtype=t.dtype, device=self.device).copy_(t)     # in memory of torch's own: products may round differently elsewhere
+        for k in _QUERIES if own else (): setattr(own, k, same(tensors[f"queries.{k}"]))
+        if "frame.0" in tensors: own.frame = same(tensors["frame.0"]), same(tensors["frame.1"])
         self.log, (first, count), self.count = {k: v for k, v in tensors.items() if k.startswith("log.")}, tensors["again"].tolist(), 0
         for i in range(first, first + count): self.step(i)
 
@@ -162,20 +169,20 @@ class FewshotBlocks(FewshotModel):
     def begin(self, i):
         "Start a block of episodes at `i`, up to the next multiple of its length."
         at = range(i, i + self.block - i % self.block)
-        if len(at) > 1: self.start = {k: v if k in _WAITS else v.clone() for k, v in self.state().items()}
         z, rngs = [self.feed[j] for j in at], [torch_rng(self.seed, "ranks", j) for j in at]
         ranks = [[self.layer.draw_ranks(g, rows) for rows in (self.t.n, len(z[0]))] for g in rngs]
         self.run.begin(torch.stack(z), *map(list, zip(*ranks)))
+        if self.block > 1: self.start = {k: v if k in _WAITS else v.clone() for k, v in self.state().items()}
         self.first, self.count, self.last = i, 0, at[-1]
 
     def step(self, i):
         "One iteration on episode `i`."
-        if not self.count or i != self.first + self.count: self.settle(); self.begin(i)
+        if not self.count or i > self.last or i != self.first + self.count: self.begin(i)
         steps = self.run[self.count]
         s, grads = double_step(self.t, steps)
         self.optimiser.step(grads); self.count += 1
         if len(self.used): self.used += steps.mask.sum(0)
-        if i == self.last: self.settle()
+        if self.block == 1: self.count = 0        # nothing is pending
         return dict(loss=F.cross_entropy(s, self.yq), acc=(s.argmax(1) == self.yq).float().mean())
 
 # %% ../nbs/16_train_fewshot.ipynb #6ce1d80c

@@ -68,7 +68,6 @@ class Stepper:
         for Z, *ranks in self.blocks:
             self.run.begin(Z, *ranks)
             for t in range(len(Z)): self.opt.step(double_step(self.t, self.run[t])[1])
-            self.run.write_()
 
 
 def draws(d, n_shot, n=16, seed=0):
@@ -112,7 +111,6 @@ def aim_share(layer, items, n):
             for t in range(len(Z)):
                 s = run[t]
                 s.support(); s.adapt(g[0], 1e-3); s.output(); s.write_(g[1], 1e-3)
-            run.write_()
     return call
 
 
