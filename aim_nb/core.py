@@ -299,5 +299,5 @@ def budget(
 
 QUICK = { # where it is not the usual one
     "glyphs": dict(fewshot=dict(steps=1000, val_every=250, pretrain_epochs=3, views=2, val_episodes=500), continual=dict(steps=300, val_every=100, width=32, runs=3, rates=3, rate_runs=1, classes=50)),
-    "mini-imagenet": dict(fewshot=dict(steps=2000, val_every=500, pretrain_epochs=5, views=3), continual=dict(steps=200, width=32)),
+    "mini-imagenet": dict(fewshot=dict(steps=1000, val_every=250, pretrain_epochs=5, views=3), continual=dict(steps=200, width=32)),
 }

@@ -14,7 +14,7 @@ from .core import AimError, share_out
 # %% auto #0
 __all__ = ['Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'multiply', 'subtract_', 'LinearSteps',
            'LinearEpisodes', 'Scratch', 'steps_of', 'row_by_row', 'Part', 'update_', 'products', 'few_products',
-           'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot', 'vbm', 'moving', 'Tied', 'Stepped',
+           'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot', 'vbm', 'moving', 'Tied', 'Changing', 'Stepped',
            'coefficients', 'mixtures', 'write_state_', 'write_states_', 'Queries', 'moving_queries', 'AIMOutputs',
            'AIMSteps', 'AIMEpisodes', 'block_length', 'episodes', 'steps']
 
@@ -234,6 +234,9 @@ class Tied:
         M = len(self.q)
         return ((2*M*j).add_(m)[:, None] + steps_of(2, M, m.device)).flatten()
 
+# %% ../nbs/11_fused.ipynb #3175dd77
+class Changing(Tied):
+    "G as it changes: low-rank changes beside it, taken in at the end of a block."
     def change(self, q, s, u, moves, lr): # G -= p u^T + u p^T
         "Take in a step's change of G."
         if self.n == len(self.up): self.up, self.moves = (torch.cat([t, t.new_empty(max(8, self.n), *t.shape[1:])]) for t in (self.up, self.moves))
@@ -249,8 +252,8 @@ class Tied:
         for G, l, r in zip(matrices(self.G, p.active), left, right): subtract_(G, l.t(), r)
         self.n = 0
 
-# %% ../nbs/11_fused.ipynb #3175dd77
-class Stepped(Tied):
+# %% ../nbs/11_fused.ipynb #e06117e1
+class Stepped(Changing):
     "The recurrence: `hold` a step, then `step`."
     def after(self, q, s, u, v, lr): # v = G u
         "q and s one step on."
