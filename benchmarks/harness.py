@@ -58,12 +58,14 @@ def matmul_rate(n=1024, repeats=7) -> float:
     return 2 * n ** 3 / 1e9 / median([seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats)])
 
 
-@functools.cache
-def bandwidth(threads, mb=256, repeats=5) -> float:
+def bandwidth(mb=256, repeats=5) -> float:
     "GB/s, read and written, of an in-place pass over an array that no cache holds, with the threads that torch has at the moment."
-    x = torch.zeros(mb * 2 ** 18)
-    x.add_(1.)
+    x = scratch(mb * 2 ** 18)
     return 2 * x.numel() * 4 / 1e9 / median([seconds(lambda: x.add_(1.)) for _ in range(repeats)])
+
+
+@functools.cache
+def scratch(n): return torch.zeros(n).add_(1.)
 
 
 def machine() -> dict:
@@ -71,7 +73,7 @@ def machine() -> dict:
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), cpu)
-    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, gflops=matmul_rate(), gbs=bandwidth(torch.get_num_threads()),
+    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, gflops=matmul_rate(), gbs=bandwidth(),
                 clock=CLOCK[0], wait_policy=os.environ.get("OMP_WAIT_POLICY", ""), device="cpu (a GPU would run the same code; none was here to be measured)")
 
 
@@ -88,14 +90,24 @@ def alternate(ours, reference, plan) -> tuple:
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
-def steadily(measure, plan, tries=3) -> tuple:
-    "What `measure` gives between two looks at the machine, again (at most `tries` times) if it was not steady; and what it was measured with."
-    def look(): return matmul_rate(256 if plan["tiny"] else 1024)
-    for _ in range(1 if plan["tiny"] else tries):
-        before, found, after = look(), measure(), look()
-        if steady := abs(after / before - 1) <= .1: break
+BEST = {}       # threads -> the best rates that this process has seen
+
+
+def look(tiny) -> tuple:
+    "The rates of products and of memory now, and whether the machine is as fast as it was at its best."
+    now = (matmul_rate(256), bandwidth(1, 1)) if tiny else (matmul_rate(), bandwidth())
     n = torch.get_num_threads()
-    return found, dict(gflops=(before + after) / 2, gbs=bandwidth(n), steady=steady, threads=n, clock=CLOCK[0], plan=plan["name"])
+    best = BEST[n] = tuple(map(max, now, BEST.get(n, now)))
+    return now, now[0] >= .9 * best[0] and now[1] >= .8 * best[1]
+
+
+def steadily(measure, plan, tries=3) -> tuple:
+    "What `measure` gives between two looks at the machine, again (at most `tries` times) if it was slower at one of them than it can be; and what it was measured with."
+    for _ in range(1 if plan["tiny"] else tries):
+        (before, quick), found, (after, still) = look(plan["tiny"]), measure(), look(plan["tiny"])
+        if steady := quick and still: break
+    gflops, gbs = ((x + y) / 2 for x, y in zip(before, after))
+    return found, dict(gflops=gflops, gbs=gbs, steady=steady, threads=torch.get_num_threads(), clock=CLOCK[0], plan=plan["name"])
 
 
 def compare(name, ours, reference, plan, tries=3, per=1, **more) -> dict:
