@@ -1,11 +1,11 @@
 """The stopwatch: machine rates, alternating repeats, ratios with their spread."""
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -60,12 +60,9 @@ def matmul_rate(n=1024, repeats=7) -> float:
 
 def bandwidth(mb=256, repeats=5) -> float:
     "GB/s, read and written, of an in-place pass over an array that no cache holds, with the threads that torch has at the moment."
-    x = scratch(mb * 2 ** 18)
+    x = torch.zeros(mb * 2 ** 18)
+    x.add_(1.)
     return 2 * x.numel() * 4 / 1e9 / median([seconds(lambda: x.add_(1.)) for _ in range(repeats)])
-
-
-@functools.cache
-def scratch(n): return torch.zeros(n).add_(1.)
 
 
 def machine() -> dict:
@@ -147,6 +144,14 @@ def own_process(module, *args, threads=0) -> dict:
     out = subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, cwd=Path(__file__).parent.parent, env=env)
     if out.returncode: raise RuntimeError(out.stderr)
     return json.loads(out.stdout.splitlines()[-1])
+
+
+def peak_gb() -> float:
+    "The most memory that this process has held. (Linux: what `getrusage` tells may be that of the process which started this one.)"
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    kb = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if kb is None else kb) / 2 ** 20
 
 
 def exponent(xs, ys) -> float:

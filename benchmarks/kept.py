@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 
 import numpy as np
@@ -14,7 +13,7 @@ from aim_nb.oml import OML
 from aim_nb.tasks import draw_trajectory
 
 from .continual import make_images, meta_batch, nets, own_step
-from .harness import CLOCK, CLOCKS, median, seconds
+from .harness import CLOCK, CLOCKS, median, peak_gb, seconds
 from .layer import together
 
 
@@ -49,9 +48,6 @@ def convolutions(tiny, repeats, data):
     once()
     own, *each = (1e3 * median(t) for t in zip(*(once() for _ in range(repeats))))
     return dict(share=min(each) / own, image_ms=own, alone_ms=dict(zip(batches, each)))
-
-
-def peak_gb(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
 
 
 def trajectory(tiny, repeats, n):

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 
 import numpy as np
@@ -13,7 +12,7 @@ from aim_nb.sib import SIBHead
 from aim_nb.train_fewshot import FewshotTrainee, fixed_episodes, make_layer
 
 from .few_shot import make_features
-from .harness import CLOCKS, median
+from .harness import CLOCKS, median, peak_gb
 
 
 def banks(each):
@@ -46,7 +45,7 @@ def main(method, size="full", clock="wall"):
     with threads(1): times, validation, testing = parts(t, 2 if tiny else 200, fixed_episodes(features, "test", 20 if tiny else b.test_episodes), now)     # as training does, too
     minutes = (b.steps * median(times) + b.steps / b.val_every * validation + 2 * testing) / 60
     print(json.dumps(dict(minutes=minutes, steps=b.steps, step_ms=1e3 * median(times), validation_s=validation, test_s=testing,
-                          memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20)))
+                          memory_gb=peak_gb())))
 
 
 if __name__ == "__main__": main(*sys.argv[1:])
