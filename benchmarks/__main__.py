@@ -43,6 +43,7 @@ def main():
     parser.add_argument("--check", action="store_true", help="run nothing: compare results.json with the bars; exit 1 with each miss named")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     a = parser.parse_args()
+    if unknown := [n for n in a.names if not any(n in name for name in harness.CASES)]: parser.error(f"no case is called {unknown[0]!r}; there are {', '.join(harness.CASES)}.")
     harness.CLOCK[0] = a.clock
     if not a.check:
         here = harness.machine()

@@ -91,20 +91,20 @@ BEST = {}       # threads -> the best rates that this process has seen
 
 
 def look(tiny) -> tuple:
-    "The rates of products and of memory now, and whether the machine is as fast as it was at its best."
-    now = (matmul_rate(256), bandwidth(1, 1)) if tiny else (matmul_rate(), bandwidth())
-    n = torch.get_num_threads()
-    best = BEST[n] = tuple(map(max, now, BEST.get(n, now)))
-    return now, now[0] >= .9 * best[0] and now[1] >= .8 * best[1]
+    "The rates of products and of memory now."
+    now, n = (matmul_rate(256), bandwidth(1, 1)) if tiny else (matmul_rate(), bandwidth()), torch.get_num_threads()
+    BEST[n] = tuple(map(max, now, BEST.get(n, now)))
+    return now
 
 
 def steadily(measure, plan, tries=3) -> tuple:
     "What `measure` gives between two looks at the machine, again (at most `tries` times) if it was slower at one of them than it can be; and what it was measured with."
     for _ in range(1 if plan["tiny"] else tries):
-        (before, quick), found, (after, still) = look(plan["tiny"]), measure(), look(plan["tiny"])
-        if steady := quick and still: break
+        before, found, after = look(plan["tiny"]), measure(), look(plan["tiny"])
+        gflops, gbs = BEST[n := torch.get_num_threads()]
+        if steady := all(a >= .9 * gflops and b >= .8 * gbs for a, b in (before, after)): break
     gflops, gbs = ((x + y) / 2 for x, y in zip(before, after))
-    return found, dict(gflops=gflops, gbs=gbs, steady=steady, threads=torch.get_num_threads(), clock=CLOCK[0], plan=plan["name"])
+    return found, dict(gflops=gflops, gbs=gbs, steady=steady, threads=n, clock=CLOCK[0], plan=plan["name"])
 
 
 def compare(name, ours, reference, plan, tries=3, per=1, **more) -> dict:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 from aim_nb.oml import Tail, make_layer                               # noqa: E402
 from aim_nb.reference import PlainAIM, PlainSIB, PlainTail            # noqa: E402
 from benchmarks import continual, few_shot, harness, images, layer, profiles, work   # noqa: E402, F401
-from benchmarks.__main__ import merge, run                            # noqa: E402
+from benchmarks.__main__ import main, merge, run                            # noqa: E402
 from benchmarks.check import BARS, misses                             # noqa: E402
 from benchmarks.kept import inside                                    # noqa: E402
 from benchmarks.table import line                                     # noqa: E402
@@ -87,3 +87,18 @@ def test_the_convolutions_are_timed_after_the_tail():
     step, order = continual.own_step("oml", net, *continual.meta_batch(shape, tiny=True)), []
     for name, p in net.named_parameters(): p.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name.split(".")[0]))
     assert inside(net.rln, step) > 0 and order == sorted(order, reverse=True)      # tail, tail, ..., rln, rln
+
+
+def test_an_unknown_case_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["benchmarks", "no_such_case", "--out", str(tmp_path / "r.json")])
+    with pytest.raises(SystemExit) as stop: main()
+    assert stop.value.code == 2 and "no case is called 'no_such_case'" in capsys.readouterr().err and not (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize("rates, steady", [([(90, 40), (89, 36)], True), ([(90, 40), (80, 40)], False), ([(60, 40), (90, 40)], False), ([(90, 40), (90, 30)], False)])
+def test_a_row_is_steady_while_the_machine_is_at_its_best(monkeypatch, rates, steady):
+    gflops, gbs = (iter(r) for r in zip(*rates))
+    monkeypatch.setattr(harness, "BEST", {})
+    monkeypatch.setattr(harness, "matmul_rate", lambda *a: next(gflops)); monkeypatch.setattr(harness, "bandwidth", lambda *a: next(gbs))
+    found, seen = harness.steadily(lambda: 7, dict(harness.PLANS["tiny"]))
+    assert found == 7 and seen["steady"] is steady
