@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NORMS', 'BACKBONES', 'lay_out', 'AffineNorm', 'InstanceNorm', 'Tiles', 'Untile', 'winograd', 'pays', 'convolve',
-           'fold_affine', 'folds', 'conv_norm', 'pool2', 'make_conv', 'ConvBlock', 'ConvNet', 'split_pad', 'conv4',
-           'oml_rln', 'anml_nm', 'anml_p', 'WideBlock', 'WideResNet', 'wrn_28_10', 'register_backbone', 'as_backbone',
-           'make_backbone', 'count_parameters', 'count_macs']
+           'fold_affine', 'folds', 'knows_norm', 'patch_norm', 'conv_norm', 'pool2', 'make_conv', 'ConvBlock',
+           'ConvNet', 'split_pad', 'conv4', 'oml_rln', 'anml_nm', 'anml_p', 'WideBlock', 'WideResNet', 'wrn_28_10',
+           'register_backbone', 'as_backbone', 'make_backbone', 'count_parameters', 'count_macs']
 
 # %% ../nbs/05_backbones.ipynb #c054034c
 import copy
@@ -117,12 +117,29 @@ def folds(norm) -> bool:
     "Whether `norm` is an affine map at the moment."
     return type(norm) is AffineNorm or (isinstance(norm, nn.BatchNorm2d) and not norm.training)
 
+# %% ../nbs/05_backbones.ipynb #157ffffb
+def knows_norm(x, conv, norm) -> bool:
+    "Whether the patches of `x` are small enough to normalise a filter's answers before they are computed."
+    plain = conv.kernel_size != (3, 3) or conv.stride != (1, 1) or x.requires_grad or torch.func.debug_unwrap(x) is not x
+    return type(norm) is InstanceNorm and not plain and x.shape[1] <= 3
+
+def patch_norm(x, conv, norm) -> torch.Tensor:
+    "`norm(conv(x))` for per-image normalisation and few channels: (B, K, H', W'), channels last in memory."
+    w, h = conv.weight.flatten(1), x.shape[2] + 2*conv.padding[0] - 2
+    p = F.unfold(x, 3, padding=conv.padding).mT
+    p = p - p.mean(1, keepdim=True)                                                       # (B, L, 9 C)
+    s = norm.weight*((w @ (p.mT @ p/p.shape[1]))*w).sum(-1).add(norm.eps).rsqrt()         # (B, K)
+    shift = norm.bias if conv.bias is None else norm.bias + 0*conv.bias                   # which cancels: its gradient is there, and zero
+    filters = torch.cat([w.t()*s[:, None], shift.expand_as(s)[:, None]], 1)               # the last row meets a one in every patch
+    return torch.bmm(F.pad(p, (0, 1), value=1.), filters).unflatten(1, (h, -1)).permute(0, 3, 1, 2)
+
 def conv_norm(
     x,    # (B, C, H, W)
     conv, # nn.Conv2d
     norm, # what follows it
 ) -> torch.Tensor:
     "`norm(conv(x))`, in one operation where that is exact."
+    if knows_norm(x, conv, norm): return patch_norm(x, conv, norm)
     if not folds(norm): return norm(convolve(x, conv.weight, conv.bias, conv.stride, conv.padding))
     return convolve(x, *fold_affine(conv, norm), conv.stride, conv.padding)
 
