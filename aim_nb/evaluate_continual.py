@@ -23,8 +23,8 @@ __all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'R
            'banners', 'metatest_rows', 'Frozen', 'frozen', 'Outcome', 'fresh_head', 'class_hits', 'Looks', 'Heads',
            'run_heads', 'idle_measure', 'gauss_rule', 'catch_up_', 'Moving', 'AdamLinear', 'OwnMechanisms', 'AdamAIM',
            'AdamTail', 'metatest_reference', 'run_tails', 'AdamP', 'run_anml', 'points', 'pick_rates', 'best_mean',
-           'best_mode', 'Store', 'evaluating', 'Setting', 'MetaTest', 'search', 'choose_rates', 'run_points',
-           'forgetting', 'metatest', 'summary', 'validate_continual', 'mechanism_use']
+           'best_mode', 'Store', 'evaluating', 'Setting', 'MetaTest', 'search', 'rate_scores', 'choose_rates',
+           'run_points', 'forgetting', 'metatest', 'summary', 'validate_continual', 'mechanism_use']
 
 # %% ../nbs/15_evaluate_continual.ipynb #1c615e3e
 RELEASE_BANNER = ("!! protocol=release on omniglot: the classes were meta-trained on, and the images asked about are the images learnt from. "
@@ -561,18 +561,22 @@ def search(
     mt:MetaTest, stream, ns, rates,
     runs,          # trajectories a rate
     by="test",     # test: held-out images | train: the images learnt from
-    best=best_mean,
 ) -> dict:
-    "The best rate for each of `ns`."
+    "What each rate comes to: n -> rate -> accuracies, one a trajectory."
     done = mt.outcomes(stream, [(r, i) for r in rates for i in range(runs)], ns, "rates")
-    return {n: best({r: [getattr(done[r, i], by)[k] for i in range(runs)] for r in rates}) for k, n in enumerate(ns)}
+    return {n: {r: [getattr(done[r, i], by)[k] for i in range(runs)] for r in rates} for k, n in enumerate(ns)}
 
-def choose_rates(mt:MetaTest, ns, rates, runs, stream="test") -> dict:
-    "A rate for each n, without looking at a test image (unless the protocol asks for the release's way)."
-    if rate_on_test_images(mt.protocol): return search(mt, stream, ns, rates, runs, "test", best_mode)
+def rate_scores(mt:MetaTest, ns, rates, runs, stream="test") -> dict:
+    "What a rate is chosen by, without looking at a test image (unless the protocol asks for the release's way)."
+    if rate_on_test_images(mt.protocol): return search(mt, stream, ns, rates, runs)
     small = [n for n in ns if n <= mt.available("val")]
     large = [n for n in ns if n not in small]
     return (search(mt, "val", small, rates, runs) if small else {}) | (search(mt, stream, large, rates, runs, "train") if large else {})
+
+def choose_rates(scores, protocol=Protocol()) -> dict:
+    "A rate for each n."
+    best = best_mode if rate_on_test_images(protocol) else best_mean
+    return {n: best(s) for n, s in scores.items()}
 
 # %% ../nbs/15_evaluate_continual.ipynb #54b9eb7d
 def run_points(mt:MetaTest, chosen, runs, stream="test") -> tuple:
@@ -605,13 +609,13 @@ def metatest(
     mt = MetaTest(net, bank, norm, protocol, update, seed, store=store, device=device)
     ns, rates = points(bank.name, mt.available("test"), budget.classes), pick_rates(budget.rates)
     streams = {n: "test" if protocol.trajectories == "prefix" else f"test-{n}" for n in ns}
-    chosen, train, test = {}, np.zeros((budget.runs, len(ns))), np.zeros((budget.runs, len(ns)))
+    scores, train, test = {}, np.zeros((budget.runs, len(ns))), np.zeros((budget.runs, len(ns)))
     for stream in dict.fromkeys(streams.values()):
         own = [n for n in ns if streams[n] == stream]
-        chosen |= choose_rates(mt, own, rates, budget.rate_runs, stream)
+        scores |= rate_scores(mt, own, rates, budget.rate_runs, stream)
         at = [ns.index(n) for n in own]
-        train[:, at], test[:, at], ages = run_points(mt, {n: chosen[n] for n in own}, budget.runs, stream)
-    return summary(ns, test, train, ages, chosen) | dict(update=mt.update, rates_tried=list(rates))
+        train[:, at], test[:, at], ages = run_points(mt, choose_rates({n: scores[n] for n in own}, protocol), budget.runs, stream)
+    return summary(ns, test, train, ages, choose_rates(scores, protocol)) | dict(update=mt.update, rates_tried=list(rates), rate_scores=[[round(statistics.mean(scores[n][r]), 2) for r in rates] for n in ns])
 
 # %% ../nbs/15_evaluate_continual.ipynb #86ac6f4a
 def summary(ns, test, train, ages, chosen) -> dict:

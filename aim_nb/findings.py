@@ -15,8 +15,8 @@ from .tables import METHODS, ablation_table, common_training, continual_curve, c
 
 # %% auto #0
 __all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'OVER', 'HELD', 'NOT_HELD', 'MIXED', 'UNTESTED', 'SO_FAR',
-           'BOXES', 'measured', 'Point', 'training_plan', 'coordinates', 'effort', 'points', 'paper_points', 'Pair',
-           'fits', 'partner', 'se_of', 'differences', 'omniglot_gains', 'claim_values', 'setting', 'in_order',
+           'BOXES', 'measured', 'Point', 'fine', 'training_plan', 'coordinates', 'effort', 'points', 'paper_points',
+           'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains', 'claim_values', 'setting', 'in_order',
            'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows', 'figure_needs',
            'figure_rows', 'budgets', 'coverage', 'coverage_text', 'paper_run', 'run_hours', 'backbone_hours', 'missing',
            'figure_hours', 'unmade', 'plan_lines', 'unmade_markdown', 'label_lines', 'hours_text', 'cost_text',
@@ -56,10 +56,14 @@ class Point(NamedTuple):
 
 EFFORT = ("runs", "rates", "rate_runs")      # of a meta-test: moves the noise of a point, not what it measures
 
+def fine(budget) -> bool:
+    "Whether a meta-test had the release's rates, a quarter apart, to choose from and not a few that lie a factor of two apart: that may decide by points."
+    return budget["task"] == "continual" and budget["rates"] >= 14
+
 def training_plan(budget) -> str:
     "What two trainings must have in common to be compared, as a key."
     free = (*EFFORT, "classes") if budget["task"] == "continual" else ()      # few-shot: `classes` is the data itself
-    return content_key({k: v for k, v in budget.items() if k not in free}, 6)
+    return content_key([fine(budget), {k: v for k, v in budget.items() if k not in free}], 6)
 
 def coordinates(rec) -> dict:
     "What a record is a measurement of, but for the seed."
@@ -499,11 +503,11 @@ def trend(
     return float(slope), float(start + slope*np.log2(at))
 
 def _full_curves(method, records) -> dict:
-    "Steps -> {number of classes: point} of a method on Omniglot at full width, at the usual switches."
-    out = {}
-    for p in points(r for r in records if r["task"] == "continual" and (r["dataset"], r["method"]) == ("omniglot", method) and not r["budget"]["width"] and not variant(r)):
-        out.setdefault(p.where["steps"], {})[p.where["n_classes"]] = p
-    return dict(sorted(out.items()))
+    "Few or fine rates -> steps -> {number of classes: point} of a method on Omniglot at full width, at the usual switches."
+    mine, out = [r for r in records if r["task"] == "continual" and (r["dataset"], r["method"]) == ("omniglot", method) and not r["budget"]["width"] and not variant(r)], {}
+    for of in (False, True):
+        for p in points(r for r in mine if fine(r["budget"]) == of): out.setdefault(of, {}).setdefault(p.where["steps"], {})[p.where["n_classes"]] = p
+    return {of: dict(sorted(c.items())) for of, c in out.items()}
 
 def trend_text(method, curves) -> str:
     "Growth with the length of training at the most classes, as a sentence; empty with fewer than three lengths."
@@ -527,12 +531,14 @@ def band_lines(records) -> list:
     out = []
     for m in ("oml", "anml"):
         if not (curves := _full_curves(m, records)): continue
-        last = {n: p.values["accuracy"].mean for n, p in list(curves.values())[-1].items()}
+        of = max(curves, key=lambda of: (max(curves[of]), of))
+        here = curves[of][max(curves[of])]
+        last = {n: p.values["accuracy"].mean for n, p in here.items()}
         place = {n: band_place(m, n, last[n]) for n in bands(m) if n in last}
         off = lambda n: "" if place[n] == "inside" else f"{max(bands(m)[n][0] - last[n], last[n] - bands(m)[n][1]):.1f} "
         said = ", ".join(f"{last[n]:.1f} % at {n} classes ({off(n)}{place[n]} {bands(m)[n][0]:g}-{bands(m)[n][1]:g})" for n in place)
-        p = next(iter(list(curves.values())[-1].values()))
-        out.append(f"- **{method_label(m)} against the bands of re-runs** ({trained(p.where)}): {said}; the bands are {'met' if in_band(m, last) else 'not met'}.{trend_text(m, curves)}")
+        out.append(f"- **{method_label(m)} against the bands of re-runs** ({trained(next(iter(here.values())).where)}{', rates as fine as the release has them' if of else ''}): {said}; "
+                   f"the bands are {'met' if in_band(m, last) else 'not met'}.{trend_text(m, max(curves.values(), key=len))}")
     return out
 
 def gap_lines(records) -> list:

@@ -174,9 +174,9 @@ def test_rates_are_chosen_without_test_images(bank):
             calls.append((stream, tuple(ns)))
             return {(r, i): ec.Outcome([r*1e4]*len(ns), [-r*1e4 if stream != "val" else r*1e4]*len(ns), []) for r, i in jobs}
     spy = Spy(None, bank, NORM)
-    assert set(ec.choose_rates(spy, (3, 5, 8), (1e-3, 1e-4), 2).values()) == {1e-3} and calls == [("val", (3, 5)), ("test", (8,))]
+    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 5, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {1e-3} and calls == [("val", (3, 5)), ("test", (8,))]
     spy = Spy(None, bank, NORM, Protocol(metatest_rate="release"))
-    assert set(ec.choose_rates(spy, (3, 8), (1e-3, 1e-4), 2).values()) == {1e-4}      # the release looks at the test images
+    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {1e-4}      # the release looks at the test images
 
 @pytest.mark.parametrize("said, switch", [(1, dict(protocol="release")), (1, dict(metatest_rate="release")), (0, {})])
 def test_a_rate_chosen_on_test_images_is_said_aloud(bank, capsys, said, switch):

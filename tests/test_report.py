@@ -214,6 +214,16 @@ def test_where_plain_methods_are_heading():
     assert findings.band_lines([*lengths, other]) == findings.band_lines(lengths) and covered([*lengths, other], "paper@4000") == 0
 
 
+def test_fine_rates_are_compared_with_fine_rates_only():
+    "The finer search of the longest training is what stands beside the bands; the trend stays that of the lengths that share their rates, and no claim mixes the two."
+    lengths = [continual("anml", -30. + 4*i, name=f"paper@{500*2**i}") for i in range(3)]
+    (before,), (after,) = findings.band_lines(lengths), findings.band_lines([*lengths, continual("anml", 1., name="paper@2000", rates=14)])
+    assert "not met" in before and "rates as fine" not in before and "are met" in after and "rates as fine" in after
+    assert before[before.index(" Over "):] == after[after.index(" Over "):]
+    mixed = [continual("anml", name="paper@500"), continual("anml+aim", 1., name="paper@500", rates=14)]
+    assert verdicts(mixed, "aim-beats-anml") == ["not measured"] and len(verdicts([*mixed, continual("anml", name="paper@500", rates=14)], "aim-beats-anml")) == 9
+
+
 def test_claims_in_boxes():
     boxes = lambda records: {line[2:]: b.splitlines()[0] for b in findings.summary_markdown(records).split("\n\n**") for line in b.splitlines()[2:]}
     where = lambda records, text: next(b.strip("*") for line, b in boxes(records).items() if line.startswith(text))
