@@ -4,16 +4,17 @@
 
 # %% ../nbs/14_anml.ipynb #4131d563
 from __future__ import annotations
+from typing import NamedTuple
 import torch
 from torch import nn
 from torch.func import functional_call
 import torch.nn.functional as F
-from .backbones import make_backbone, pool2
+from .backbones import InstanceNorm, make_backbone, pool2
 from .core import AimError, check_choice
 from .oml import FastTail, Tail, draw_all_ranks, explicit_logits, linear, make_layer, reduced
 
 # %% auto #0
-__all__ = ['ANML', 'FastP', 'FastLastNorm', 'anml_loss', 'gated_steps']
+__all__ = ['ANML', 'FastBlock', 'Gradients', 'block_back', 'spread', 'FastP', 'FastLastNorm', 'anml_loss', 'gated_steps']
 
 # %% ../nbs/14_anml.ipynb #71dc3038
 class ANML(nn.Module):
@@ -45,31 +46,97 @@ class ANML(nn.Module):
         return {"paper": ("p", "tail"), "release": (last, "tail")}[check_choice("fast_set", fast_set, ("paper", "release"))]
 
 # %% ../nbs/14_anml.ipynb #345db691
-class FastP:
-    "P under fast weights: copies of its fast parameters, moved by SGD."
-    def __init__(self, p, names, lr):
-        self.p, self.lr = p, lr
-        self.slow = {k: v for k, v in p.named_parameters()}
-        self.names = [k for k in self.slow if k.startswith(names)] if names else list(self.slow)
-        self.fast = {k: self.slow[k].detach().clone().requires_grad_() for k in self.names}
+_pool_back = torch.ops.aten.max_pool2d_with_indices_backward.default
+
+class FastBlock:
+    "One block of P under fast weights, for one image: (H, W, C) -> (h, w, K)."
+    def __init__(self, block):
+        w, self.block, self.each = block.conv.weight.detach(), block, isinstance(block.norm, InstanceNorm)
+        self.W = torch.empty(3, 3, *w.shape[1::-1], dtype=w.dtype, device=w.device).copy_(w.permute(2, 3, 1, 0)).flatten(0, 2)    # (9 C, K)
+        self.bias, self.gamma, self.beta = (t.detach().clone() for t in (block.conv.bias, block.norm.weight, block.norm.bias))
+
+    def named(self) -> dict:
+        "The fast weights by the names and in the shapes of the block's own; they share their memory."
+        return {"conv.weight": self.W.view(3, 3, -1, len(self.bias)).permute(3, 2, 0, 1), "conv.bias": self.bias, "norm.weight": self.gamma, "norm.bias": self.beta}
 
     def __call__(self, x):
-        "Features of the images under the current fast weights; remembers the graph for `step`."
-        with torch.enable_grad(): self.out = functional_call(self.p, {**self.detached(), **self.fast}, (x,))
-        return self.out.detach()
+        h, w, self.side, eps = x.shape[0] - 2, x.shape[1] - 2, x.shape, self.block.norm.eps
+        self.patches = x.unfold(0, 3, 1).unfold(1, 3, 1).permute(0, 1, 3, 4, 2).reshape(h*w, -1)
+        y = self.patches @ self.W
+        if self.each: y.sub_(y.mean(0)); self.inv = y.square().mean(0).add_(eps).rsqrt_()      # the bias cancels
+        else: y.add_(self.bias); self.inv = (1 + eps)**-.5
+        self.n = y.mul_(self.inv)
+        out = torch.addcmul(self.beta, self.n, self.gamma).view(1, h, w, -1).permute(0, 3, 1, 2)
+        if self.block.pool: self.whole = out; out, self.at = F.max_pool2d(out, 2, return_indices=True)
+        self.out = out.relu()
+        return self.out[0].permute(1, 2, 0)
 
-    def detached(self): return {k: v.detach() for k, v in self.slow.items() if k not in self.fast}
+# %% ../nbs/14_anml.ipynb #6c2154c0
+class Gradients(NamedTuple):
+    "Of a block's parameters, for one image; that of the filters is patches^T y."
+    patches: torch.Tensor; y: torch.Tensor; bias: torch.Tensor; gamma: torch.Tensor; beta: torch.Tensor
 
+def block_back(
+    b:FastBlock,  # after its call
+    d,            # (h, w, K) dL/d its output
+    need=True,    # whether the gradient of its input is wanted
+) -> tuple:
+    "The gradient of the input, or None, and `Gradients`."
+    d = d.permute(2, 0, 1)[None]*(b.out > 0)
+    if b.block.pool: d = _pool_back(d.contiguous(memory_format=torch.channels_last), b.whole, [2, 2], [2, 2], [0, 0], [1, 1], False, b.at)
+    d = d[0].permute(1, 2, 0).reshape(b.n.shape)
+    beta, gamma = d.sum(0), (d*b.n).sum(0)
+    if b.each: d = torch.addcmul(d - beta/len(d), b.n, gamma/-len(d))
+    y = d*(b.gamma*b.inv)
+    return spread(y @ b.W.t(), b.side) if need else None, Gradients(b.patches, y, torch.zeros_like(b.bias) if b.each else y.sum(0), gamma, beta)
+
+def spread(patches, side) -> torch.Tensor:
+    "The transpose of cutting patches: each of their nine pixels is added where it came from."
+    x = patches.new_zeros(side); p = patches.view(side[0] - 2, side[1] - 2, 3, 3, -1)
+    for i in range(3):
+        for j in range(3): x[i:i + len(p), j:j + p.shape[1]] += p[:, :, i, j]
+    return x
+
+# %% ../nbs/14_anml.ipynb #d2626d88
+class FastP:
+    "P under fast weights: copies of its parameters, moved by SGD image by image."
+    def __init__(self, p, lr):
+        self.p, self.lr, self.blocks = p, lr, [FastBlock(b) for b in p.blocks]
+        self.slow = dict(p.named_parameters())
+        self.fast = {f"blocks.{i}.{k}": v for i, b in enumerate(self.blocks) for k, v in b.named().items()}
+
+    @torch.no_grad()
+    def __call__(self, x):
+        "Features of the images under the current fast weights; after those of a single one `step` may follow."
+        if len(x) > 1: return functional_call(self.p, self.fast, (x,))
+        x = x[0].permute(1, 2, 0)
+        for b in self.blocks: x = b(x)
+        return x.permute(2, 0, 1).reshape(1, -1)
+
+    def back(self, g):
+        "Each block, the last one first, with its `Gradients`, given dL/dfeatures; a block may be moved as soon as it is there."
+        d = g.view(self.blocks[-1].out.shape)[0].permute(1, 2, 0)
+        for i, b in reversed([*enumerate(self.blocks)]):
+            d, grads = block_back(b, d, i > 0)
+            yield b, grads
+
+    @torch.no_grad()
     def step(self, g):
         "One SGD step given dL/dfeatures."
-        grads = torch.autograd.grad(self.out, list(self.fast.values()), g)
-        with torch.no_grad():
-            for v, d in zip(self.fast.values(), grads): v.sub_(d, alpha=self.lr)
+        for b, d in self.back(g):
+            b.W.addmm_(d.patches.t(), d.y, alpha=-self.lr)
+            for v, dv in ((b.bias, d.bias), (b.gamma, d.gamma), (b.beta, d.beta)): v.sub_(dv, alpha=self.lr)
+
+    @torch.no_grad()
+    def grads(self, g) -> list:
+        "The gradients in the order of `fast`, for another optimiser."
+        found = [((d.patches.t() @ d.y).view(3, 3, -1, len(d.bias)).permute(3, 2, 0, 1), d.bias, d.gamma, d.beta) for _, d in self.back(g)]
+        return [d for of in reversed(found) for d in of]
 
     def final(self, x):
         "Features of a batch at the fast weights, with the gradient going to the slow ones (first order)."
         at = {k: self.slow[k] + (v - self.slow[k]).detach() for k, v in self.fast.items()}
-        return functional_call(self.p, {**self.slow, **at}, (x,))
+        return functional_call(self.p, at, (x,))
 
 # %% ../nbs/14_anml.ipynb #b6c9a8f7
 class FastLastNorm:
@@ -86,7 +153,11 @@ class FastLastNorm:
         with torch.enable_grad(): self.out = self.above(u, self.fast)
         return self.out.detach()
 
-    step = FastP.step
+    def grads(self, g): return torch.autograd.grad(self.out, list(self.fast.values()), g)
+
+    def step(self, g):
+        with torch.no_grad():
+            for v, d in zip(self.fast.values(), self.grads(g)): v.sub_(d, alpha=self.lr)
 
     def final(self, u):
         return self.above(u, {k: self.slow[k] + (v - self.slow[k]).detach() for k, v in self.fast.items()})
@@ -111,7 +182,7 @@ def anml_loss(
     gate = net.modulation(x)
     gate_in = gate[-n_inner:].detach() if x_inner is None else net.modulation(xi).detach()
     tail = FastTail(net.tail, lr)
-    p = FastP(net.p, (), lr) if fast_set == "paper" else FastLastNorm(net.p, lr)
+    p = (FastP if fast_set == "paper" else FastLastNorm)(net.p, lr)
     if fast_set == "release":
         x = p.below(x); xi = x[-n_inner:].detach() if x_inner is None else p.below(xi).detach()
     with torch.no_grad(): met = gated_steps(p, tail, xi, gate_in, yi, ranks)

@@ -405,7 +405,7 @@ def run_tails(
 class AdamP:
     "ANML's P under Adam, one image a step; NM's gate is given."
     def __init__(self, p, fast_set, lr):
-        self.fast = FastP(p, (), lr) if fast_set == "paper" else FastLastNorm(p, lr)
+        self.fast = (FastP if fast_set == "paper" else FastLastNorm)(p, lr)
         self.opt = torch.optim.Adam(self.fast.fast.values(), lr=lr)
 
     def __call__(self, x): return self.fast(x if isinstance(self.fast, FastP) else self.fast.below(x).detach())
@@ -413,7 +413,7 @@ class AdamP:
     def step(self, g):
         "One Adam step for g = dL/dfeatures."
         weights = list(self.fast.fast.values())
-        for w, d in zip(weights, torch.autograd.grad(self.fast.out, weights, g)): w.grad = d
+        for w, d in zip(weights, self.fast.grads(g)): w.grad = d
         self.opt.step()
 
 def run_anml(net, o:Frozen, images, trajectories, rates, ns, keys, fast_set="paper", adam="exact", desc="meta-test", device="cpu") -> list:
