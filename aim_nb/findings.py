@@ -57,7 +57,7 @@ class Point(NamedTuple):
 EFFORT = ("runs", "rates", "rate_runs")      # of a meta-test: moves the noise of a point, not what it measures
 
 def fine(budget) -> bool:
-    "Whether a meta-test had the release's rates, a quarter apart, to choose from and not a few that lie a factor of two apart: that may decide by points."
+    "Whether a meta-test had the release's rates to choose from, which lie close together, and not a few far apart."
     return budget["task"] == "continual" and budget["rates"] >= 14
 
 def training_plan(budget) -> str:
