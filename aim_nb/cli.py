@@ -112,10 +112,10 @@ def check_values(
     task="fewshot", # which methods and budgets
 ):
     "Refuse a word that no run could understand."
-    from aim_nb.core import CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, SWITCHES, budget, check_choice, words
+    from aim_nb.core import CHECKPOINTS, CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, SWITCHES, budget, check_choice, words
     methods = FEWSHOT_METHODS if task == "fewshot" else CONTINUAL_METHODS
     for name, value in values.items():
-        choices = {"methods": methods, "method": methods, "dataset": DATASETS, "device": ("auto", "cpu", "cuda", "mps"), **SWITCHES}.get(name)
+        choices = {"methods": methods, "method": methods, "dataset": DATASETS, "checkpoint": CHECKPOINTS, "device": ("auto", "cpu", "cuda", "mps"), **SWITCHES}.get(name)
         if name == "budget": budget(value, task)
         elif choices and not str(value).startswith("folder:"):
             for word in words(value) if isinstance(value, str) else [value]: check_choice(name, word, choices)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'PAPER_LONG', 'QUICK', 'AimError',
-           'check_choice', 'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test', 'atomic_file',
-           'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env',
-           'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device', 'progress', 'Protocol', 'Budget',
-           'budget']
+__all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'CHECKPOINTS', 'BUDGETS', 'PAPER_LONG', 'QUICK',
+           'AimError', 'check_choice', 'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test',
+           'atomic_file', 'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng',
+           'worker_env', 'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device', 'progress', 'Protocol',
+           'Budget', 'budget']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -245,6 +245,7 @@ class Protocol:
 DATASETS = ("omniglot", "cifar-fs", "cifar100", "mini-imagenet", "glyphs")
 FEWSHOT_METHODS = ("sib", "sib+linear", "sib+aim")
 CONTINUAL_METHODS = ("oml", "oml+linear", "oml+aim", "anml", "anml+aim")
+CHECKPOINTS = ("best", "last")     # continual: the weights that are meta-tested, of the best validation or of the end of training
 
 @dataclass(frozen=True)
 class Budget:

@@ -78,7 +78,7 @@ class Run(NamedTuple):
     task: str      # fewshot | continual
     settings: dict # arguments of `run_fewshot` or `run_continual`; protocol: the switches that the notebook sets
 
-_COMMON = ("dataset", "backbone", "budget", "steps", "M", "K", "l", *train_continual.METATEST, "device", "data_root")
+_COMMON = ("dataset", "backbone", "budget", "steps", "M", "K", "l", *train_continual.METATEST, "checkpoint", "device", "data_root")
 
 def _pick(values, names): return {n: values[n] for n in names if n in values}
 
@@ -129,7 +129,7 @@ def question(
     "The identity of the record that a run writes."
     s = full(run)
     args = s["dataset"], s["method"], s["seed"], budget_of(run), Protocol(**s["protocol"]), data_sha
-    if run.task == "continual": return train_continual.continual_identity(*args, **_pick(s, ("M", "K", "l")))
+    if run.task == "continual": return train_continual.continual_identity(*args, **_pick(s, ("M", "K", "l", "checkpoint")))
     others = _pick(s, ("n_shot", "n_way", "n_query", "backbone_seed", "d_out"))
     return train_fewshot.fewshot_identity(*args, s["backbone"], s["M"], s["K"], s["l"], **others, views=budget_of(run).views)
 
@@ -155,7 +155,7 @@ def name(run) -> str:
     s, usual = full(run), _defaults(run.task)
     moved = {k: s[k] for k in ("M", "K", "l") if "+" in s["method"] and s[k] != usual[k]} | Protocol(**question(run)["protocol"]).changed()
     setting = f"{s['backbone']} {s['method']} {s['n_shot']}-shot" if run.task == "fewshot" else s["method"]
-    return " ".join([s["dataset"], setting, f"seed {s['seed']} {s['budget']}", *(f"{k}={s[k]}" for k in ("steps", *train_continual.METATEST) if s.get(k)), *(f"{k}={v}" for k, v in moved.items())])
+    return " ".join([s["dataset"], setting, f"seed {s['seed']} {s['budget']}", *(f"{k}={s[k]}" for k in ("steps", *train_continual.METATEST) if s.get(k)), *(["last checkpoint"] if s.get("checkpoint") == "last" else []), *(f"{k}={v}" for k, v in moved.items())])
 
 # %% ../nbs/19_sweep.ipynb #6bcba57a
 class Item(NamedTuple):

@@ -32,7 +32,7 @@ def moved_switches(rec) -> dict:
     norm = rec["protocol"]["norm"]
     return {k: v for k, v in moved.items() if k != "norm"} | ({"norm": norm} if norm != USUAL_NORM else {})
 
-TRAINEE = ("inner", "random", "n_out", "lr_in", "lr_out")      # in a continual record only where they are not the usual ones
+TRAINEE = ("inner", "random", "n_out", "lr_in", "lr_out", "checkpoint")      # in a continual record only where they are not the usual ones
 
 def variant(
     rec,      # a record

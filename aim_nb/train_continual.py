@@ -13,7 +13,7 @@ from .aim import AIM
 from .anml import ANML, anml_loss
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
-from .core import CONTINUAL_METHODS, AimError, Budget, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
+from .core import CHECKPOINTS, CONTINUAL_METHODS, AimError, Budget, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
 from .core import budget as named_budget
 from .evaluate_continual import banners, mechanism_use, metatest, validate_continual
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
@@ -141,16 +141,17 @@ def relevant(
     names = [n for table in of for part in ("all", *method.split("+")) for n in table.get(part, ())]
     return Protocol(**{n: getattr(protocol, n) for n in names})
 
-def continual_identity(dataset, method, seed, budget, protocol, data_sha, M=64, K=10, l=2, **others) -> dict:
+def continual_identity(dataset, method, seed, budget, protocol, data_sha, M=64, K=10, l=2, checkpoint="best", **others) -> dict:
     "The question that a run answers."
     sizes = {"aim": dict(M=M, K=K, l=l), "linear": dict(M=M)}.get(method.partition("+")[2], {})
+    if check_choice("checkpoint", checkpoint, CHECKPOINTS) != CHECKPOINTS[0]: others["checkpoint"] = checkpoint
     return dict(task="continual", dataset=dataset, method=method, seed=seed, budget=budget.asdict(), protocol=relevant(method, protocol).asdict(),
                 parameters=sizes | others, data_sha=data_sha)
 
 def training_checkpoints(identity):
     "The checkpoints of the meta-training behind a record."
     b, protocol = identity["budget"], Protocol(**identity["protocol"])
-    own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "parameters", "data_sha")}
+    own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "data_sha")} | dict(parameters={k: v for k, v in identity["parameters"].items() if k != "checkpoint"})
     return run_checkpoints("continual", own | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()))
 
 # %% ../nbs/16_train_continual.ipynb #d2ab0469
@@ -205,10 +206,10 @@ def save_log(record, trainee):
 
 # %% ../nbs/16_train_continual.ipynb #2b328c63
 def train_continual(trainee, identity, fresh=None, callbacks=(), desc=""):
-    "Meta-train to the budget's end or from where it stopped; leaves the best weights in place."
-    ck, b = training_checkpoints(identity), trainee.budget
+    "Meta-train to the budget's end or from where it stopped; leaves the weights to be meta-tested in place."
+    ck, b, last = training_checkpoints(identity), trainee.budget, identity["parameters"].get("checkpoint") == "last"
     history = run_loop(trainee, b.steps, b.val_every, ck, callbacks=callbacks, desc=desc, fresh=fresh)
-    if history.best_step != history.last["step"]: load_module(trainee.net, ck.best().tensors, "net.")
+    if history.best_step != history.last["step"] and not last: load_module(trainee.net, ck.best().tensors, "net.")
     return history
 
 def run_continual(
@@ -220,6 +221,7 @@ def run_continual(
     steps=0, runs=0,      # 0: the budget's own
     rates=0, rate_runs=0, # of the search at meta-test: rates tried, trajectories for each
     classes=0,            # of the longest trajectory
+    checkpoint="best",    # which weights are meta-tested: best (by validation) | last
     data_root="", device="cpu", fresh=None, callbacks=(), notebook="30_continual",
     **others,             # inner, random, n_classes, n_out, lr_in, lr_out of the trainee, where they are not the usual ones
 ) -> dict:
@@ -227,7 +229,7 @@ def run_continual(
     check_choice("method", method, CONTINUAL_METHODS)
     b = continual_budget(budget, dataset, steps, runs=runs, rates=rates, rate_runs=rate_runs, classes=classes)
     bank, protocol = open_bank(dataset, data_root), relevant(method, protocol)
-    identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **others)
+    identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, checkpoint, **others)
     if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)): return found
     t = ContinualTrainee(bank, method, seed, b, protocol, M, K, l, device=pick_device(device), **others)
     return _train_and_record(t, identity, fresh, callbacks, notebook, aim_twin(t, M, K, l) if method == "oml+linear" else None)
@@ -240,7 +242,7 @@ def _train_and_record(t, identity, fresh, callbacks, notebook, aim_like) -> dict
     store = runs_dir()/"metatest"/f"{content_key(identity)}.json"
     metrics = metatest(t.net, t.bank, t.norm, t.protocol, t.budget, t.seed, store=store, device=t.device)
     metrics |= dict(val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"], best_step=history.best_step) | sizes(t.net, aim_like)
-    if t.has_aim: metrics["mechanisms_used"] = history.best["used"]
+    if t.has_aim: metrics["mechanisms_used"] = (history.last if identity["parameters"].get("checkpoint") == "last" else history.best)["used"]
     rec = new_record(**{**identity, "budget": t.budget, "protocol": t.protocol}, metrics=metrics, history=list(history), notebook=notebook,
                      seconds=history.seconds + time.monotonic() - start, device=t.device)
     if t.has_aim: save_log(rec, t)
@@ -249,11 +251,11 @@ def _train_and_record(t, identity, fresh, callbacks, notebook, aim_like) -> dict
 
 def load_continual(
     record,        # of `run_continual`
-    data_root="", which="best", # best | last
+    data_root="", which="", # best | last ("": as the record was meta-tested)
 ):
     "The network of a finished run, from its checkpoints."
-    ck = training_checkpoints(record)
-    saved = ck.best() or ck.shipped() if check_choice("which", which, ("best", "last")) == "best" else ck.latest()
+    ck, which = training_checkpoints(record), which or record["parameters"].get("checkpoint", "best")
+    saved = ck.best() or ck.shipped() if check_choice("which", which, CHECKPOINTS) == "best" else ck.latest()
     if saved is None: raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
     q, trained = dict(record["parameters"]), ContinualModel
     size = {k: q.pop(k) for k in ("M", "K", "l") if k in q}

@@ -1,17 +1,19 @@
 "Continual learning as a whole: orders of the meta-gradient, lock step, deferred Adam, protocols, resumption, a baseline that learns."
-import os
+import itertools, os
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from aim_nb import evaluate_continual as ec
+from aim_nb import evaluate_continual as ec, train_continual as tc
 from aim_nb.aim import AIM, LinearTwin
 from aim_nb.anml import ANML, anml_loss
 from aim_nb.bank_sources import find_source
 from aim_nb.banks import bank_dir, open_bank
+from aim_nb.checkpoints import tensors_sha
 from aim_nb.core import CONTINUAL_METHODS, Budget, Protocol, torch_rng
 from aim_nb.oml import OML, Tail, oml_loss
+from aim_nb.tables import variant
 from aim_nb.tasks import draw_trajectory
 
 AIM_SIZE = dict(M=6, K=2, l=1, d_h=5, d_k=4)
@@ -222,3 +224,15 @@ def test_the_baseline_learns(bank):
     losses = [float(t.step(i)["loss"]) for i in range(40)]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
     assert ec.validate_continual(t.net, bank, NORM, b, rates=(1e-2, 3e-3))["accuracy"] > 2*100/5
+
+def test_which_weights_are_meta_tested(tmp_path, monkeypatch):
+    "Validations that only get worse: the best weights are those of the first one, and the last ones are others, from the same training."
+    seen, falling = [], itertools.count(100, -1)
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path))
+    monkeypatch.setattr(tc, "validate_continual", lambda *a, **k: dict(accuracy=float(next(falling))))
+    monkeypatch.setattr(tc, "metatest", lambda net, *a, metatest=tc.metatest, **k: (seen.append(tensors_sha(net.state_dict())), metatest(net, *a, **k))[1])
+    b = Budget("tiny", "continual", steps=3, val_every=1, width=4, runs=1, rates=1, rate_runs=1, classes=4)
+    best, last = (tc.run_continual("glyphs", "oml", 0, b, checkpoint=c) for c in ("best", "last"))
+    assert best["metrics"]["best_step"] == last["metrics"]["best_step"] == 1 and best["history"] == last["history"] and len(set(seen)) == 2
+    assert [tensors_sha(tc.load_continual(r)[0].state_dict()) for r in (best, last)] == seen
+    assert variant(last) == "checkpoint=last" and not variant(best)

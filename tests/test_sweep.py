@@ -64,7 +64,7 @@ def keys_asked_by(stem, changes, monkeypatch):
 
 SETS = [("20_fewshot", dict(seeds="0,1", budget="paper@700", aim_update="episode")), ("20_fewshot", dict(backbone="wrn-28-10", K=4, l=0, shots="5", steps=77, decision="soft-test")),
         ("21_fewshot_ablation", dict(shots="1,5", K_values="1,8", budget="paper")), ("30_continual", dict(seeds="0,1", runs=4, order="second", budget="paper@50")),
-        ("30_continual", dict(metatest_update="fast", gate="raw", methods="oml,anml+aim", budget="smoke", rates=1, rate_runs=3, classes=4)), ("22_fewshot_activation", dict(K=4, seed=3)), ("31_continual_activation", dict(seed=2, norm="instance"))]
+        ("30_continual", dict(metatest_update="fast", gate="raw", methods="oml,anml+aim", budget="smoke", rates=1, rate_runs=3, classes=4, checkpoint="last")), ("22_fewshot_activation", dict(K=4, seed=3)), ("31_continual_activation", dict(seed=2, norm="instance"))]
 
 
 @pytest.mark.parametrize("stem, changes", SETS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
