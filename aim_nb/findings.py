@@ -504,7 +504,7 @@ def trend(
 
 def _full_curves(method, records) -> dict:
     "Few or fine rates -> steps -> {number of classes: point} of a method on Omniglot at full width, at the usual switches."
-    mine, out = [r for r in records if r["task"] == "continual" and (r["dataset"], r["method"]) == ("omniglot", method) and not r["budget"]["width"] and not variant(r)], {}
+    mine, out = [r for r in records if r["task"] == "continual" and (r["dataset"], r["method"]) == ("omniglot", method) and not r["budget"]["width"] and not variant(r, ("checkpoint",))], {}
     for of in (False, True):
         for p in points(r for r in mine if fine(r["budget"]) == of): out.setdefault(of, {}).setdefault(p.where["steps"], {})[p.where["n_classes"]] = p
     return {of: dict(sorted(c.items())) for of, c in out.items()}
@@ -537,7 +537,7 @@ def band_lines(records) -> list:
         place = {n: band_place(m, n, last[n]) for n in bands(m) if n in last}
         off = lambda n: "" if place[n] == "inside" else f"{max(bands(m)[n][0] - last[n], last[n] - bands(m)[n][1]):.1f} "
         said = ", ".join(f"{last[n]:.1f} % at {n} classes ({off(n)}{place[n]} {bands(m)[n][0]:g}-{bands(m)[n][1]:g})" for n in place)
-        out.append(f"- **{method_label(m)} against the bands of re-runs** ({trained(next(iter(here.values())).where)}{', rates as fine as the release has them' if of else ''}): {said}; "
+        out.append(f"- **{method_label(m)} against the bands of re-runs** ({trained(w := next(iter(here.values())).where)}{', rates as fine as the release has them' if of else ''}{w['other'] and ', ' + w['other']}): {said}; "
                    f"the bands are {'met' if in_band(m, last) else 'not met'}.{trend_text(m, max(curves.values(), key=len))}")
     return out
 

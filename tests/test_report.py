@@ -220,6 +220,8 @@ def test_fine_rates_are_compared_with_fine_rates_only():
     (before,), (after,) = findings.band_lines(lengths), findings.band_lines([*lengths, continual("anml", 1., name="paper@2000", rates=14)])
     assert "not met" in before and "rates as fine" not in before and "are met" in after and "rates as fine" in after
     assert before[before.index(" Over "):] == after[after.index(" Over "):]
+    last = continual("anml", 2., name="paper@2000", rates=14); last["parameters"] = dict(checkpoint="last")
+    assert "rates as fine as the release has them, checkpoint=last)" in findings.band_lines([*lengths, last])[0]
     mixed = [continual("anml", name="paper@500"), continual("anml+aim", 1., name="paper@500", rates=14)]
     assert verdicts(mixed, "aim-beats-anml") == ["not measured"] and len(verdicts([*mixed, continual("anml", name="paper@500", rates=14)], "aim-beats-anml")) == 9
 
