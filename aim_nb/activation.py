@@ -146,7 +146,7 @@ def validation_features(
     bank, b, q = bank_of(record, data_root), Budget(**record["budget"]), record["parameters"]
     if q["backbone"].startswith("own-"): raise AimError("this run had a backbone of your own, which is not stored; look at its log instead.")
     net, _ = pretrained_backbone(bank, q["backbone"], b, seed=q["backbone_seed"])
-    features = feature_bank(net, bank, views=b.views)
+    features = feature_bank(net, bank, ("val",))
     rows = features.class_rows("val")
     labels = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
     return features.tensor("val")[torch.as_tensor(np.concatenate(rows))], labels

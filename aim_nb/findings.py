@@ -215,11 +215,15 @@ def _value(r) -> str:
     text = f"{r['value']:+.{2 if not r['value'] or abs(r['value']) >= .1 else 4}f}" + (f" ± {r['ci']:.2f}" if r["ci"] else "")
     return f"{r['where']['n_classes']}: {text}" if "n_classes" in r["where"] else text
 
+def _by_budget(items, budget) -> list:
+    "A list for each budget that `budget(item)` names, the paper's own first."
+    return [[t for t in items if budget(t) == b] for b in sorted(set(map(budget, items)))]
+
 def longest(rows) -> list:
-    "Rows of one setting together, at its longest training: a list for each."
+    "Rows of one setting together, at its longest training: a list for each, and for each budget of that length."
     groups = {}
     for r in rows: groups.setdefault((r["id"], setting({**r["where"], "n_classes": None}) if r["where"] else ""), []).append(r)
-    return [[r for r in g if r["steps"] == max(r["steps"] for r in g)] for g in groups.values()]
+    return [same for g in groups.values() for same in _by_budget([r for r in g if r["steps"] == max(r["steps"] for r in g)], lambda r: r["budget"])]
 
 def _span(id) -> str:
     "The paper's own values of a claim."
@@ -250,7 +254,9 @@ def claims_markdown(
 # %% ../nbs/18_findings.ipynb #520ac003
 FEWSHOT_TABLES = ("few-shot", "soft_hard", "sto_count", "active_mech")
 PAPERS_OWN = ("", "metatest_update=fast")      # the paper's setting; with AIM all fast weights may move at meta-test
-COUNTS = (*PAPERS_OWN, "checkpoint=last")      # a cell may also be measured at the end of training, without a choice by validation
+COUNTS = {"metatest_update=fast", "checkpoint=last", "norm=affine"} # a cell may also be measured at the end of training, without a choice by validation, or with the release's norm
+
+def _counts(variant) -> bool: return set(filter(None, variant.split(", "))) <= COUNTS
 
 def blocks(table, records) -> list:
     "What a table is divided into: (dataset, backbone), or (dataset,); the paper's blocks first."
@@ -277,8 +283,8 @@ def cell_rows(records) -> list:
     out = []
     for table in (*FEWSHOT_TABLES, "continualz"):
         rows = fewshot if table == "few-shot" else rows_of(table, records)
-        plain = [r for r in (rows if table == "continualz" else fewshot) if r["ours"] is not None and r["variant"] in COUNTS]
-        out += [r | dict(table=table, covered=r["ours"] is not None and r["paper"] is not None and r["variant"] in COUNTS and reached(r, plain)) for r in rows]
+        plain = [r for r in (rows if table == "continualz" else fewshot) if r["ours"] is not None and _counts(r["variant"])]
+        out += [r | dict(table=table, covered=r["ours"] is not None and r["paper"] is not None and _counts(r["variant"]) and reached(r, plain)) for r in rows]
     return out
 
 # %% ../nbs/18_findings.ipynb #097f7428
@@ -452,11 +458,11 @@ def trained(where, seeds=1) -> str:
     return f"{steps}, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 def _groups(items, *coordinates) -> list:
-    "Tuples that start with a point, by some coordinates; of each group those of the longest training, by number of classes."
+    "Tuples that start with a point, by some coordinates; of each group those of the longest training, a list for each budget, by number of classes."
     groups = {}
     for t in items: groups.setdefault(tuple(t[0].where.get(c) for c in coordinates), []).append(t)
-    of_n = lambda t: t[0].where.get("n_classes", 0)
-    return [sorted((t for t in g if t[0].where["steps"] == max(t[0].where["steps"] for t in g)), key=of_n) for g in groups.values()]
+    of_n, steps = lambda t: t[0].where.get("n_classes", 0), lambda t: t[0].where["steps"]
+    return [sorted(same, key=of_n) for g in groups.values() for same in _by_budget([t for t in g if steps(t) == max(map(steps, g))], lambda t: t[0].where["budget"])]
 
 def _ends(group) -> list: return group[:1] + group[-1:] if len(group) > 1 else group
 
@@ -588,15 +594,15 @@ def box(verdicts) -> str:
 
 def _right(records):
     "A function that tells whether the plain method behind a row of `claim_rows` is right at that budget."
-    at = lambda w, method: (w["dataset"], w.get("backbone"), w.get("n_shot"), w.get("n_classes"), plain_method(method), w["budget"], w["steps"])
-    right = {at(r, r.get("method") or "sib+aim") for r in cell_rows(records) if r["covered"]}
-    return lambda row: row["where"]["task"] == "activation" or at(row["where"], row["where"]["method"]) in right
+    at = lambda w, method, other: (w["dataset"], w.get("backbone"), w.get("n_shot"), w.get("n_classes"), plain_method(method), w["budget"], w["steps"], plain_variant(other))
+    right = {at(r, r.get("method") or "sib+aim", r["variant"]) for r in cell_rows(records) if r["covered"]}
+    return lambda row: row["where"]["task"] == "activation" or at(row["where"], row["where"]["method"], row["where"]["other"]) in right
 
 # %% ../nbs/18_findings.ipynb #db3a432d
 def summary_markdown(records) -> str:
-    "The claims by box, each with the verdicts that count and their budgets."
+    "The claims by box, each with the verdicts that count and their budgets; another reading of the few-shot update is a switch (`switch_lines`), not a setting."
     right, boxes, theirs = _right(records), {b: [] for b in BOXES}, {r["dataset"] for r in paper_cells()}
-    groups = [g for g in longest(claim_rows(records)) if g[0]["where"].get("dataset") in theirs and g[0]["budget"] != "smoke"]
+    groups = [g for g in longest(claim_rows(records)) if g[0]["where"].get("dataset") in theirs and g[0]["budget"] != "smoke" and "aim_update" not in g[0]["where"]["other"]]
     for c in claims():
         ours = [g for g in groups if g[0]["id"] == c["id"] and g[0]["where"]["dataset"] != c.get("besides")]
         rows = [r for g in ours if 2*sum(map(right, g)) >= len(g) for r in g if right(r)]
@@ -642,9 +648,9 @@ def notebook_links(row) -> str: # of `paper_labels`
 
 # %% ../nbs/18_findings.ipynb #3a147b56
 def _best(records) -> list:
-    "For each dataset, method, backbone and shot the record of the longest training, first seed, most meta-test runs."
+    "For each dataset, method, backbone and shot the record of the longest training, the paper's own before one as long, first seed, most meta-test runs."
     best = {}
-    for r in sorted(records, key=lambda r: (-r["budget"]["steps"], r["seed"], *(-e for e in effort(r)))):
+    for r in sorted(records, key=lambda r: (-r["budget"]["steps"], r["budget"]["name"] != "paper", r["seed"], *(-e for e in effort(r)))):
         q = r["parameters"]
         best.setdefault((r["dataset"], r["method"], q.get("backbone"), q.get("n_shot"), q.get("masks_of")), r)
     return list(best.values())

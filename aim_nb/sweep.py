@@ -87,7 +87,7 @@ def _seeds(p): return numbers(p["seeds"]) if "seeds" in p else [p["seed"]]
 def fewshot_runs(p) -> list:
     "Those of `20_fewshot` and of `22_fewshot_activation`, which looks at SIB+AIM alone."
     common = _pick(p, _COMMON) | dict(protocol=_pick(p, SWITCHES))
-    return [Run("fewshot", common | dict(method=m, n_shot=n, seed=s)) for n in numbers(p["shots"]) for m in words(p.get("methods", "sib+aim")) for s in _seeds(p)]
+    return [Run("fewshot", common | dict(method=m, n_shot=n, seed=s)) for s in _seeds(p) for n in numbers(p["shots"]) for m in words(p.get("methods", "sib+aim"))]
 
 # %% ../nbs/19_sweep.ipynb #99fdd6e1
 def ablation_runs(p) -> list:
@@ -95,13 +95,13 @@ def ablation_runs(p) -> list:
     common, update = _pick(p, _COMMON), p["aim_update"]
     points = [*((k, 0, "hard") for k in numbers(p["K_values"])), *((8, l, "hard") for l in numbers(p["l_values"])), *((8, 0, d) for d in words(p["decisions"]))]
     rows = [dict(method="sib+aim", K=k, l=l, protocol=dict(decision=d, aim_update=update)) for k, l, d in dict.fromkeys(points)]
-    return [Run("fewshot", common | r | dict(n_shot=n, seed=s)) for n in numbers(p["shots"]) for r in (*rows, dict(method="sib", protocol={})) for s in _seeds(p)]
+    return [Run("fewshot", common | r | dict(n_shot=n, seed=s)) for s in _seeds(p) for n in numbers(p["shots"]) for r in (*rows, dict(method="sib", protocol={}))]
 
 def continual_runs(p) -> list:
     "Those of `30_continual`, where AIM is meta-tested in every way asked for, and of `31_continual_activation`."
     common, own = _pick(p, _COMMON), _pick(p, SWITCHES)
     ways = [own | dict(metatest_update=u) for u in words(own.get("metatest_update", "head"))]
-    return [Run("continual", common | dict(method=m, seed=s, protocol=w)) for m in words(p["methods"]) for s in _seeds(p) for w in (ways if m.endswith("+aim") else ways[:1])]
+    return [Run("continual", common | dict(method=m, seed=s, protocol=w)) for s in _seeds(p) for m in words(p["methods"]) for w in (ways if m.endswith("+aim") else ways[:1])]
 
 EXPAND = {"20_fewshot": fewshot_runs, "21_fewshot_ablation": ablation_runs, "22_fewshot_activation": fewshot_runs, "30_continual": continual_runs, "31_continual_activation": continual_runs}
 

@@ -198,21 +198,21 @@ def training_of(rec) -> tuple:
 def common_training(
     records, # of one table
 ) -> tuple:
-    "The training at which to compare methods: that of two or more, of the full network before a narrow one, of the most methods, the longest."
+    "The training at which to compare methods: that of two or more, of the full network before a narrow one, of the most methods, the longest, the paper's own before one as long."
     methods = {}
     for r in records: methods.setdefault(training_of(r), set()).add(r["method"])
-    return max(methods, key=lambda t: (min(2, len(methods[t])), not t[-1], len(methods[t]), t))
+    return max(methods, key=lambda t: (min(2, len(methods[t])), not t[-1], len(methods[t]), t[0], t[1] == "paper", t))
 
 def main_runs(records) -> list:
-    "Of each table (dataset, backbone, shots) the records at its methods' common training, and those of each method and variant at its own longest."
+    "Of each table (dataset, backbone, shots) the records as long as its methods' common training, and those of each method and variant at its own longest."
     tables = {}
     for r in records: tables.setdefault((r["task"], r["dataset"], r["parameters"].get("backbone"), r["parameters"].get("n_shot")), []).append(r)
     asked, out = lambda r: (r["method"], variant(r)), []
     for of in tables.values():
         common, most = common_training([r for r in of if not variant(r)] or of), {}
         full = [r for r in of if r["budget"]["width"] == common[-1]]
-        for r in full: most[asked(r)] = max(training_of(r), most.get(asked(r), ()))
-        out += [r for r in full if training_of(r) in (common, most[asked(r)])]
+        for r in full: most[asked(r)] = max(r["budget"]["steps"], most.get(asked(r), 0))
+        out += [r for r in full if r["budget"]["steps"] in (common[0], most[asked(r)])]
     return out
 
 # %% ../nbs/17_tables.ipynb #b2992f7c

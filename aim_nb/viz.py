@@ -14,14 +14,14 @@ from matplotlib.lines import Line2D
 from matplotlib.figure import Figure
 from PIL import Image
 from .core import AimError, atomic_write, runs_dir
-from .paper import paper_table
+from .paper import bands, paper_table
 from .tables import METHODS, method_label
 
 # %% auto #0
 __all__ = ['CARD', 'INK', 'FAINT', 'METHOD_STYLE', 'CYCLE', 'RC', 'Card', 'styled', 'figure_name', 'save_fig', 'fewshot_figure',
-           'curve', 'learning_curves', 'accuracy_trajectories', 'smoothed', 'forgetting_curves', 'zero_mean',
-           'paper_ablation', 'ablation_curves', 'mask_figure', 'activation_heatmap', 'mask_animation',
-           'attention_trajectories']
+           'curve', 'learning_curves', 'accuracy_trajectories', 'smoothed', 'forgetting_curves', 'length_curves',
+           'rate_curves', 'zero_mean', 'paper_ablation', 'ablation_curves', 'mask_figure', 'activation_heatmap',
+           'mask_animation', 'attention_trajectories']
 
 # %% ../nbs/17_viz.ipynb #843f064a
 CARD, INK, FAINT = "#fbfbf9", "#222222", "#c9c9c4"
@@ -189,6 +189,37 @@ def forgetting_curves(
         for m in (m for m in METHODS if m in of): ax.plot(*smoothed(of[m]), color=METHOD_STYLE[m]["color"], ls=ls, label=method_label(m) + (", all fast weights move" if of is fast else ""))
     ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title); ax.set_xlim(left=0); ax.grid(color=FAINT, lw=.6)
     _legend(fig, ax.get_legend_handles_labels()[0], columns=3)
+    return fig
+
+# %% ../nbs/17_viz.ipynb #60bad649
+@styled
+def length_curves(
+    curves, # method -> steps of meta-training -> {number of classes: accuracy in %}
+):
+    "Accuracy against the length of meta-training, a panel a method; shaded beside the plain ones the bands of independent re-runs."
+    ticks = sorted({s for c in curves.values() for s in c})
+    fig, axes = plt.subplots(1, len(curves), figsize=(2.8*len(curves), 3), sharey=True, layout="constrained", squeeze=False)
+    for ax, (m, c) in zip(axes[0], curves.items()):
+        for i, n in enumerate(bands("oml")):
+            ax.plot(list(c), [at.get(n, np.nan) for at in c.values()], "o-", color=CYCLE[i], label=f"{n} classes")
+            if "+" not in m: ax.fill_between([.93 + .014*i, .94 + .014*i], *bands(m)[n], transform=ax.get_yaxis_transform(), color=CYCLE[i], lw=0)
+        ax.set(title=method_label(m), xlabel="outer steps, thousands", xscale="log", xlim=(.85*ticks[0], 1.6*ticks[-1]), ylim=(0, 100))
+        ax.minorticks_off(); ax.set_xticks(ticks, [f"{t/1000:g}" for t in ticks])
+    axes[0, 0].set_ylabel("accuracy, %"); _legend(fig, axes[0, 0].get_legend_handles_labels()[0], columns=5)
+    return fig
+
+@styled
+def rate_curves(
+    rates,     # those tried
+    scores,    # number of classes -> what each rate came to, in %
+    filled=(), # rates whose points are filled
+):
+    "What each learning rate of a meta-test came to, a line a number of classes."
+    fig, ax = plt.subplots(figsize=(6.5, 3), layout="constrained")
+    on = np.isin(rates, filled)
+    for i, (n, s) in enumerate(scores.items()):
+        ax.plot(rates, s, "o-", mfc="white", color=CYCLE[i], label=f"{n} classes"); ax.plot(np.array(rates)[on], np.array(s)[on], "o", color=CYCLE[i])
+    ax.set(xscale="log", xlabel="learning rate of the meta-test", ylabel="accuracy, %", ylim=(0, 100)); ax.legend(loc="center left", bbox_to_anchor=(1, .5))
     return fig
 
 # %% ../nbs/17_viz.ipynb #33b5434e

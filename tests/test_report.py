@@ -109,10 +109,13 @@ def test_a_stronger_plain_method_counts_on_omniglot():
 
 
 def test_another_norm_is_another_setting():
-    "A plain method with the other norm neither counts nor makes its AIM count."
+    "A plain method with the other norm makes only an AIM with that norm count, and stands in no figure beside the usual one."
     n = len(paper_table("continualz", dataset="omniglot", method="anml"))
     assert covered([continual("anml"), continual("anml+aim", 1.)]) == 2*n
-    assert covered([continual("anml", norm="affine"), continual("anml+aim", 1.)]) == 0
+    assert covered([continual("anml", norm="affine"), continual("anml+aim", 1.)]) == n
+    assert covered([continual("anml", -30., norm="affine"), continual("anml+aim", 1., norm="affine")]) == 0
+    assert covered([continual("anml", norm="affine"), continual("anml+aim", 1., norm="affine")]) == 2*n
+    assert covered([continual("anml", norm="affine"), continual("anml", -30.), continual("anml+aim", 1.)]) == n, "each norm has a plain method of its own"
     assert list(findings.all_figures([continual("anml"), continual("anml", norm="affine")])) == ["benchmark_continual_omniglot"]
 
 
