@@ -357,7 +357,6 @@ def make_record(run):
 def work(
     text,   # of a `Job`
     places, # environment: where runs and data are
-    after=(), # results of the jobs before it; only dask looks at them
     threads=1,
 ) -> float:
     "Do a job; seconds."
@@ -414,6 +413,19 @@ class Watch:
         did, took = sum(self.first.values()) - todo, time.monotonic() - self.began
         return todo*took/did if did > 1 else todo/self.workers
 
+    def ready(self, begun, n) -> list:
+        "The next `n` jobs to begin, in the plan's order, of those that wait for nothing."
+        free = [j for j in self.jobs.values() if j.key not in begun and j.key not in self.failed and self.done.issuperset(j.needs)]
+        return sorted(free, key=lambda j: j.rank)[:max(0, n)]
+
+    def give_up(self) -> list:
+        "Take in the jobs that wait for one that failed, as lines."
+        lines = []
+        for j in self.jobs.values():  # each stands after those it needs
+            blame = next((k for k in j.needs if k in self.failed), "")
+            if blame and j.key not in self.failed: self.failed[j.key] = f"waits for {self.jobs[blame].name}, which failed"; lines.append(f"failed  {j.name}: {self.failed[j.key]}")
+        return lines
+
     def line(self) -> str:
         "How it stands."
         runs = [j for j in self.jobs.values() if not j.features]
@@ -430,35 +442,33 @@ def why(error) -> str:
 # %% ../nbs/19_sweep.ipynb #39d784be
 def settle(
     watch, job,
-    futures, # of all jobs, by key
+    future, # of the job
 ) -> str:
     "Take in what came of a job, as a line."
-    future = futures[job.key]
     error = None if future.status == "finished" else future.exception() if future.status == "error" else RuntimeError(f"the scheduler let go of it ({future.status})")
     if error is None and not job.features and survey([job.run])[0].state != "done": error = AimError(f"its record is not under {records_dir()}; workers have to share that disk.")
     if error is None: watch.done.add(job.key); return f"made    {job.name} ({spell(future.result())})"
-    blame = next((k for k in job.needs if futures[k].status == "error"), "")
-    watch.failed[job.key] = f"waits for {watch.jobs[blame].name}, which failed" if blame else f"{why(error)} (log: {shorten(sweep_file(job.key, 'log'))})"
+    watch.failed[job.key] = f"{why(error)} (log: {shorten(sweep_file(job.key, 'log'))})"
     return f"failed  {job.name}: {watch.failed[job.key]}"
 
 # %% ../nbs/19_sweep.ipynb #c6ac2862
-def hand_in(client, jobs, retries) -> dict:
-    "Futures of all jobs, by key."
-    places, futures = dict(AIM_RUNS=str(runs_dir()), AIM_DATA=str(data_root()), AIM_LIVE="0", AIM_FRESH="0"), {}
-    for j in jobs: futures[j.key] = client.submit(work, j.text(), places, [futures[k] for k in j.needs], key=f"aim-{j.key}", retries=retries, priority=-j.rank)
-    return futures
+def hand_in(client, job, retries):
+    "The future of a job."
+    places = dict(AIM_RUNS=str(runs_dir()), AIM_DATA=str(data_root()), AIM_LIVE="0", AIM_FRESH="0")
+    return client.submit(work, job.text(), places, key=f"aim-{job.key}", retries=retries)
 
 def oversee(client, jobs, retries, tell, every) -> Watch:
-    "Hand the jobs in and tell what comes of them, until all are settled."
-    watch, ended = Watch(jobs, max(1, len(client.nthreads()))), queue.SimpleQueue()
-    futures = hand_in(client, jobs, retries)
+    "Hand the jobs in as workers are free and tell what comes of them, until all are settled."
+    watch, ended, futures = Watch(jobs, max(1, len(client.nthreads()))), queue.SimpleQueue(), {}
     listen = lambda key: futures[key].add_done_callback(lambda _: ended.put(key))
-    for key in futures: listen(key)
+    busy = lambda: sum(k not in watch.done and k not in watch.failed for k in futures)
     while len(watch.done) + len(watch.failed) < len(jobs):
+        for j in watch.ready(futures, max(1, len(client.nthreads())) - busy()): futures[j.key] = hand_in(client, j, retries); listen(j.key)
         try: key = ended.get(timeout=every)
         except queue.Empty: tell(watch.line()); continue
         if futures[key].status == "pending": listen(key); continue # it ended on a worker that has died since: dask asks another one, which finds the record
-        tell(settle(watch, watch.jobs[key], futures))
+        tell(settle(watch, watch.jobs[key], futures[key]))
+        for line in watch.give_up(): tell(line)
         if not watch.jobs[key].features: tell(watch.line())
     return watch
 

@@ -162,8 +162,16 @@ def test_dry_run_says_how_far_each_run_is(here):
     done = call("sweep", plan, "--dry-run")
     assert done.exit_code == 0 and files(here) == before
     states = [(line.split("glyphs")[0].strip(), *re.findall(r"\((.*)\)", line)) for line in done.output.splitlines()[:4]]
-    assert states == [("done",), ("partly", "5 of 12 steps"), ("to do",), ("to do",)]
+    assert states == [("done",), ("to do",), ("partly", "5 of 12 steps"), ("to do",)], "seeds change last"
     assert "4 runs: 1 done, 1 partly, 2 to do" in done.output and "on one core" in done.output
+
+
+def test_runs_are_made_in_the_order_of_the_plan(here):
+    plan = write(here, notebook="20_fewshot", dataset="glyphs", methods=["sib"], shots=[5, 1], budget="smoke", steps=3, seeds=[3, 0, 2])
+    done = call("sweep", plan, "--workers", 1)
+    assert done.exit_code == 0, done.output
+    made = [line for line in done.output.splitlines() if line.startswith("made ")]
+    assert [re.findall(r"(\d)-shot seed (\d)", line) for line in made] == [[], *([(n, s)] for s in "302" for n in "51")], "the features, then run by run"
 
 
 def draw(folder, n):
