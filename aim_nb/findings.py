@@ -483,7 +483,7 @@ def plain_lines(records) -> list:
         said = ", ".join(f"{p.values['accuracy'].mean:.1f} %{_after(p.where)} (paper: {paper(p):.1f})" for p, in _ends(g))
         learns = w["method"] == "oml+linear" and all(p.values["above_chance"].mean > 1.96*se_of(p.values["above_chance"]) for p, in g)
         name = "The Baseline, OML+Linear," if w["method"] == "oml+linear" else method_label(w["method"])
-        above = not learns and all(p.values["accuracy"].mean > paper(p) + 3 for p, in g)
+        above = not w["other"] and not learns and all(p.values["accuracy"].mean > paper(p) + 3 for p, in g)
         out.append(f"- **{name} on {_place(w)}** ({trained(w, n)}): {said}" + ("; it learns, where the paper prints chance." if learns else "; a stronger baseline than the paper's." if above else "."))
     return out
 
