@@ -254,7 +254,7 @@ def claims_markdown(
 # %% ../nbs/18_findings.ipynb #520ac003
 FEWSHOT_TABLES = ("few-shot", "soft_hard", "sto_count", "active_mech")
 PAPERS_OWN = ("", "metatest_update=fast")      # the paper's setting; with AIM all fast weights may move at meta-test
-COUNTS = {"metatest_update=fast", "checkpoint=last", "norm=affine"} # a cell may also be measured at the end of training, without a choice by validation, or with the release's norm
+COUNTS = {"metatest_update=fast", "checkpoint=last"} # a cell may also be measured at the end of training, without a choice by validation
 
 def _counts(variant) -> bool: return set(filter(None, variant.split(", "))) <= COUNTS
 

@@ -209,10 +209,10 @@ def in_band(
 def plain_right(
     ours,           # our plain method
     paper,          # the paper's
-    in_bands=None,  # whether ours meets the bands (None: there are none, and a stronger method than the paper's will do)
+    in_bands=False, # whether ours meets the bands
 ) -> bool:
     "Whether our plain method is good enough for its AIM variant to be judged; if not, the cell is `not reached`."
-    return ours >= paper - 3 if in_bands is None else abs(ours - paper) <= 3 or in_bands
+    return abs(ours - paper) <= 3 or in_bands
 
 # %% ../nbs/01_paper.ipynb #946c0f66
 def comparability(
@@ -271,7 +271,7 @@ def reached(
 ) -> bool:
     "Whether the row counts: its plain method was run in the same setting and is right."
     plain = _plain_rows(row, rows)
-    banded = in_band(plain_method(row["method"]), {r["n_classes"]: r["ours"] for r in plain}) if row["dataset"] == "omniglot" and "n_classes" in row else None
+    banded = in_band(plain_method(row["method"]), {r["n_classes"]: r["ours"] for r in plain}) if row["dataset"] == "omniglot" and "n_classes" in row else False
     return any(plain_right(r["ours"], r["paper"], banded) for r in _plain_here(row, plain))
 
 # %% ../nbs/01_paper.ipynb #a3985d1f
@@ -281,14 +281,13 @@ def judge(
     rows,       # of `compare`
     plain=None, # rows that hold the plain methods (default: the same)
 ) -> list:
-    "The rows, with `not reached` where the plain method does not allow a verdict, and a note where it is stronger than the paper's."
+    "The rows, with `not reached` where the plain method does not allow a verdict, and a note where that is too strong."
     known = rows if plain is None else plain
     def word(r):
         said, own = r["verdict"], r.get("method", "sib+aim")
-        if said == "other data": return said
-        if not reached(r, known): return "other budget, not reached" if said == "other budget" else said if own == plain_method(own) else "not reached"
-        if said == "other budget" or own == plain_method(own) or not _stronger(r, known): return said
-        return said.removesuffix(")") + (", " if said.endswith(")") else " (") + "stronger plain method)"
+        if said == "other data" or reached(r, known): return said
+        if said == "other budget": return "other budget, not reached"
+        return said if own == plain_method(own) else "not reached" + " (stronger plain method)"*_stronger(r, known)
     return [r | {"verdict": word(r)} for r in rows]
 
 # %% ../nbs/01_paper.ipynb #701764f0

@@ -64,13 +64,10 @@ def test_no_literature_among_the_cells():
     assert not [r for r in findings.cell_rows([]) if r.get("method") and r["method"] not in ("sib", "sib+linear", "sib+aim", "oml", "oml+linear", "oml+aim", "anml", "anml+aim")]
 
 
-@pytest.mark.parametrize("off, cells", [(0., 3), (2.9, 3), (-3.2, 0), (3.2, 3)])
+@pytest.mark.parametrize("off, cells", [(0., 3), (2.9, 3), (-3.2, 0), (12., 0)])
 def test_a_cell_counts_only_with_a_right_plain_method(off, cells):
-    "SIB, SIB+AIM, and the latter's second place in tab:sto_count. A plain method above the paper's counts, and is said."
-    records = [fewshot("sib", off), fewshot("sib+aim", 5.)]
-    assert covered(records) == cells
-    said = {r["verdict"] for r in findings.cell_rows(records) if r["covered"] and r.get("method", "sib+aim") == "sib+aim"}
-    assert all(("stronger plain method" in v) == (off > 3) for v in said) and bool(said) == bool(cells)
+    "SIB, SIB+AIM, and the latter's second place in tab:sto_count."
+    assert covered([fewshot("sib", off), fewshot("sib+aim", 5.)]) == cells
 
 
 def test_aim_alone_does_not_count():
@@ -112,13 +109,10 @@ def test_a_stronger_plain_method_counts_on_omniglot():
 
 
 def test_another_norm_is_another_setting():
-    "A plain method with the other norm makes only an AIM with that norm count, and stands in no figure beside the usual one."
+    "A plain method with the other norm neither counts nor makes its AIM count."
     n = len(paper_table("continualz", dataset="omniglot", method="anml"))
     assert covered([continual("anml"), continual("anml+aim", 1.)]) == 2*n
-    assert covered([continual("anml", norm="affine"), continual("anml+aim", 1.)]) == n
-    assert covered([continual("anml", -30., norm="affine"), continual("anml+aim", 1., norm="affine")]) == 0
-    assert covered([continual("anml", norm="affine"), continual("anml+aim", 1., norm="affine")]) == 2*n
-    assert covered([continual("anml", norm="affine"), continual("anml", -30.), continual("anml+aim", 1.)]) == n, "each norm has a plain method of its own"
+    assert covered([continual("anml", norm="affine"), continual("anml+aim", 1.)]) == 0
     assert list(findings.all_figures([continual("anml"), continual("anml", norm="affine")])) == ["benchmark_continual_omniglot"]
 
 
