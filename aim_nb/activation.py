@@ -12,9 +12,10 @@ from . import train_continual, viz
 from .aim import AIM
 from .banks import open_bank
 from .core import AimError, Budget, Protocol, check_choice, torch_rng
+from .loop import wants_fresh
 from .paper import paper_labels
 from .pretrain import feature_bank, pretrained_backbone
-from .records import find_record, new_record, save_record
+from .records import find_record, new_record, record_key, save_record
 from .train_fewshot import load_fewshot, log_path, make_layer, read_log, run_fewshot
 
 # %% auto #0
@@ -22,8 +23,9 @@ __all__ = ['ALL', 'SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'spar
            'use_entropy', 'class_overlap', 'mean_overlap', 'nearest_classes', 'overlap_figure', 'attention_gap',
            'attention_roughness', 'mask_numbers', 'activation_numbers', 'bank_of', 'validation_features', 'layer_at',
            'slow_attention', 'pack', 'unpack', 'picture_arrays', 'activation_record', 'activation_identity', 'slow_log',
-           'fewshot_activation', 'run_with_log', 'continual_activation', 'run_continual_with_log', 'number_rows',
-           'read_activation', 'first_last', 'mask_name', 'short_name', 'without', 'Explorer', 'explorer', 'look_figure']
+           'fewshot_activation', 'run_with_log', 'continual_activation', 'spare_longer', 'run_continual_with_log',
+           'number_rows', 'read_activation', 'first_last', 'mask_name', 'short_name', 'without', 'Explorer', 'explorer',
+           'look_figure']
 
 # %% ../nbs/17_activation.ipynb #fd4f15df
 def class_masks(
@@ -208,6 +210,10 @@ def activation_identity(record, masks_of="adapted", heatmap="mean") -> dict:
         parameters=q | dict(of=record["key"], masks_of=check_choice("masks_of", masks_of, ("adapted", "slow"))))
 
 # %% ../nbs/17_activation.ipynb #d7f7ae0b
+def _made_before(identity, fresh):
+    "The activation record with this identity, unless a new one is asked for."
+    return None if wants_fresh(fresh, "record " + record_key(identity)) else find_record(identity)
+
 def slow_log(record, samples, labels, heatmap="mean") -> dict:
     "Class masks of the slow weights at step 0 and at the end."
     masks = [class_masks(mask, labels, heatmap) for _, mask in samples]
@@ -218,11 +224,11 @@ def fewshot_activation(
     masks_of="adapted",  # adapted | slow
     heatmap="mean",      # mean | halving (one mask an image, so of the slow weights)
     data_root="",
-    fresh=False,         # measure again
+    fresh=None,          # measure again (None: what $AIM_FRESH says)
 ) -> dict:
     "The activation record of a few-shot run: found, or measured and written."
     if heatmap == "halving" and masks_of == "adapted": raise AimError("the halving average needs one mask an image; set masks_of='slow' with heatmap='halving'.")
-    if not fresh and (found := find_record(activation_identity(record, masks_of, heatmap))): return found
+    if found := _made_before(activation_identity(record, masks_of, heatmap), fresh): return found
     X, labels = validation_features(record, data_root)
     samples, (log, meta) = [slow_attention(record, when, X) for when in ("start", "last")], read_log(record)
     gaps = {f"attention_gap{end}": attention_gap(score, record["parameters"]["K"]) for end, (score, _) in zip(("_start", ""), samples)}
@@ -244,20 +250,30 @@ SUBSET = 40
 
 def continual_activation(
     record,       # of an OML+AIM or ANML+AIM run (`run_continual`)
-    fresh=False,  # measure again
+    fresh=None,   # measure again (None: what $AIM_FRESH says)
 ) -> dict:
     "The activation record of a continual run: found, or made from its log and written."
-    if not fresh and (found := find_record(activation_identity(record, "slow"))): return found
+    if found := _made_before(activation_identity(record, "slow"), fresh): return found
     log, meta = train_continual.read_log(record)
     test = dict(test=pack(log["test_mask"][:SUBSET]), test_classes=[str(c) for c in meta["test_classes"][:SUBSET]])
     act = activation_record(record, {k: log[k] for k in ("step", "score", "mask")}, meta["classes"], "slow", **test)
     save_record(act)
     return act
 
+# %% ../nbs/17_activation.ipynb #7c4316fd
+def spare_longer(
+    record, # of `run_continual`
+):
+    "Refuse to start a run over where its folder holds a longer training."
+    ck, steps = train_continual.training_checkpoints(record), record["budget"]["steps"]
+    if (found := ck.latest()) and found.step > steps:
+        raise AimError(f"run {record['key']} has no log here, and training its {steps:,} steps again would delete the longer training in {ck.dir} (step {found.step:,}); set $AIM_RUNS to another folder to train it again.")
+
 def run_continual_with_log(**run) -> dict: # as `run_continual` takes them, a method with AIM
     "The record of a run whose activation can be looked at: trained again where only the record is here."
     record = train_continual.run_continual(**run)
     if find_record(activation_identity(record, "slow")) or train_continual.log_path(record).exists(): return record
+    spare_longer(record)
     print(f"the record of {run['method']} is here, its log is not: it is trained again")
     return train_continual.run_continual(**run | dict(fresh=True))
 
@@ -285,7 +301,7 @@ def read_activation(act) -> str:
 def first_last(act) -> dict:
     "Title -> class masks, before training and at the end."
     m = act["metrics"]
-    return {f"First epoch (step {m['steps'][0]})": unpack(m["first"]), f"Last epoch (step {m['steps'][-1]:,})": unpack(m["last"])}
+    return {"Before training": unpack(m["first"]), f"At the end (step {m['steps'][-1]:,})": unpack(m["last"])}
 
 def mask_name(
     dataset,

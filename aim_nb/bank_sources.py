@@ -360,6 +360,7 @@ def read_mini_imagenet(root, form, paths, stack) -> dict:
 def _folder(name):
     "The path and the image size that `folder:PATH[@SIZE]` names."
     m = re.fullmatch(r"folder:(.+?)(?:@(\d+))?", name)
+    if not m: raise AimError(f"{name!r} names no folder; write folder:PATH, or folder:PATH@SIZE for another size than 84 pixels.")
     path, side = Path(m[1]).expanduser().absolute(), int(m[2] or 84)
     if not 8 <= side <= 512: raise AimError(f"folder images of {side} pixels are not supported; choose 8 to 512, such as folder:PATH@84.")
     for part in PARTS:

@@ -4,13 +4,13 @@
 
 # %% ../nbs/07_checkpoints.ipynb #2d9b75b6
 from __future__ import annotations
-import contextlib, fcntl, hashlib, json, os, shutil, struct
+import contextlib, fcntl, hashlib, json, os, shutil, struct, time
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
-from .core import AimError, atomic_file, content_key, runs_dir
+from .core import HOST, AimError, atomic_file, content_key, runs_dir
 
 # %% auto #0
 __all__ = ['FORMAT', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity', 'run_lock',
@@ -77,7 +77,7 @@ def load_tensors(
     path = Path(path)
     if not path.is_file(): raise AimError(f"{path} is not there.")
     try:
-        with safe_open(path, "pt") as f: top, tensors = json.loads(f.metadata()["aim_nb"]), f.get_tensors()
+        with safe_open(path, "pt") as f: top, tensors = json.loads(f.metadata()["aim_nb"]), {k: f.get_tensor(k) for k in f.keys()}  # get_tensors() is new in 0.8
         form, sha, meta = top["format"], top["sha"], top["meta"]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
         raise DamagedFile(f"{path} is damaged or was not written by this project ({e}).") from e
@@ -125,11 +125,14 @@ def run_lock(
 
 # %% ../nbs/07_checkpoints.ipynb #6fa771c5
 def _is_gone(part):
-    "Whether the process that was writing a part has ended."
-    pid = part.name.split(".")[-2]
-    try: os.kill(int(pid), 0)
+    "Whether the process that was writing a part ran here and has ended."
+    host, _, pid = part.name.split(".")[-2].rpartition("-")
+    if host not in ("", HOST): return False
+    try:
+        if not host and time.time() - part.stat().st_mtime < 3600: return False
+        os.kill(int(pid), 0)
     except (ProcessLookupError, OverflowError): return True
-    except (ValueError, PermissionError): return False  # no process number; or it lives and is somebody else's
+    except (ValueError, PermissionError, FileNotFoundError): return False  # no process number; it lives and is somebody else's; or the part is no more
     return False
 
 def sweep(

@@ -4,7 +4,7 @@
 
 # %% ../nbs/19_cli.ipynb #20afe68e
 from __future__ import annotations
-import ast, os, signal, sys, tempfile, time
+import ast, os, re, signal, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 __all__ = ['app', 'WANTED', 'data', 'Root', 'Name', 'say', 'OneLine', 'about', 'main', 'find_notebook', 'need_papermill',
            'parameters_of', 'convert', 'chosen', 'task_of', 'check_values', 'spell', 'shorten', 'output_path',
            'Kernels', 'interruptible', 'failure', 'execute', 'summary', 'save_picture', 'join_pairs', 'Pairs',
-           'show_plan', 'run', 'start', 'sweep_', 'table', 'list_', 'prepare', 'check', 'filters', 'keep_', 'report']
+           'show_plan', 'run', 'start', 'sweep_', 'table', 'list_', 'prepare', 'check', 'filters', 'keep_',
+           'need_report', 'report']
 
 # %% ../nbs/19_cli.ipynb #b3d44f1a
 def say(message): typer.echo(f"aim-nb: {message}", err=True)
@@ -71,7 +72,13 @@ def parameters_of(
     try: found = need_papermill().inspect_notebook(str(path))
     except AimError: raise
     except Exception as e: raise AimError(f"{path} cannot be read as a notebook ({type(e).__name__}).") from e
-    return {name: (ast.literal_eval(p["default"]), p["help"]) for name, p in found.items()}
+    return {name: (_literal(path, name, p["default"]), p["help"]) for name, p in found.items()}
+
+def _literal(path, name, text):
+    "The value that a parameter's default spells."
+    from aim_nb.core import AimError
+    try: return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError): raise AimError(f"{path}: the parameter {name} = {text} is no plain value; write it out, such as 0.001 for 10**-3.") from None
 
 # %% ../nbs/19_cli.ipynb #9dda17e2
 WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -114,11 +121,14 @@ def check_values(
     "Refuse a word that no run could understand."
     from aim_nb.core import CHECKPOINTS, CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, SWITCHES, budget, check_choice, words
     methods = FEWSHOT_METHODS if task == "fewshot" else CONTINUAL_METHODS
+    lists = {"methods": methods, "method": methods, **SWITCHES}
+    single = {"dataset": (*DATASETS, "folder:PATH"), "checkpoint": CHECKPOINTS, "device": ("auto", "cpu", "cuda", "mps"), "masks_of": ("adapted", "slow")}
     for name, value in values.items():
-        choices = {"methods": methods, "method": methods, "dataset": DATASETS, "checkpoint": CHECKPOINTS, "device": ("auto", "cpu", "cuda", "mps"), **SWITCHES}.get(name)
         if name == "budget": budget(value, task)
-        elif choices and not str(value).startswith("folder:"):
-            for word in words(value) if isinstance(value, str) else [value]: check_choice(name, word, choices)
+        elif name == "dataset" and re.match("folder:.", str(value)): pass
+        elif name in single: check_choice(name, value, single[name])
+        elif name in lists:
+            for word in words(value) if isinstance(value, str) else [value]: check_choice(name, word, lists[name])
 
 # %% ../nbs/19_cli.ipynb #13263068
 def spell(seconds) -> str:
@@ -233,6 +243,8 @@ def save_picture(
     return out.with_suffix(".png") if pictures else None
 
 # %% ../nbs/19_cli.ipynb #3b5db126
+def _is_option(word): return word.startswith("--") or word in ("-p", "-o", "-h")
+
 def join_pairs(args) -> list:
     "`-p name value` as `-p name=value`."
     args, out = list(args), []
@@ -241,7 +253,7 @@ def join_pairs(args) -> list:
         out.append(word)
         if word in ("-p", "--parameter") and args:
             name = args.pop(0)
-            out.append(name if "=" in name or not args else f"{name}={args.pop(0)}")
+            out.append(name if "=" in name or not args or _is_option(args[0]) else f"{name}={args.pop(0)}")
     return out
 
 class Pairs(TyperCommand):
@@ -268,13 +280,16 @@ def run(
     "Run an experiment notebook with papermill, its parameters checked first."
     path = find_notebook(notebook)
     known = parameters_of(path)
-    values, task = chosen(known, parameter), task_of(path.stem)
+    values, task, ours = chosen(known, parameter), task_of(path.stem), path.stem[:1] in "23"
     every = {**{k: d for k, (d, _) in known.items()}, **values}
-    check_values(every if path.stem[:1] in "23" else values, task)
+    check_values(every if ours else values, task)
+    cost = None
+    if ours:
+        from aim_nb.sweep import estimate # checks every run
+        cost = estimate(path.stem, every)
     out = Path(output) if output else output_path(path, every)
     if not dry_run: return start(path, out, values, fresh)
-    from aim_nb.sweep import estimate
-    show_plan(known, values, estimate(path.stem, every), out)
+    show_plan(known, values, cost, out)
 
 # %% ../nbs/19_cli.ipynb #66a14bdc
 def start(path, out, values, fresh=False):
@@ -350,7 +365,7 @@ def filters(pairs) -> dict:
     for p in pairs:
         if "=" not in p: raise AimError(f"{p!r} is not a filter; write field=value, such as dataset=glyphs or seed=0.")
     split = dict(p.split("=", 1) for p in pairs)
-    return {k: int(v) if v.lstrip("-").isdigit() else v for k, v in split.items()}
+    return {k: int(v) if re.fullmatch("-?[0-9]{1,18}", v) else v for k, v in split.items()}
 
 @app.command("keep")
 def keep_(
@@ -366,11 +381,19 @@ def keep_(
     for r in found: typer.echo(f"{'would keep' if dry_run else 'kept'} {shorten(kept_dir()/record_name(r))}")
 
 # %% ../nbs/19_cli.ipynb #90c4bad7
+def need_report():
+    "The function behind the report, or what to install."
+    from aim_nb.core import AimError
+    try: from aim_nb.findings import report_text
+    except ModuleNotFoundError as e:
+        if str(e.name).startswith("aim_nb"): raise
+        raise AimError("the report needs pandas and matplotlib: pip install 'aim_nb[notebooks]'.") from None
+    return report_text
+
 @app.command()
 def report(
     runs: Annotated[bool, typer.Option("--runs", help="Of the runs' records instead of the kept ones.")] = False,
 ):
     "What is reproduced, what differs, what was not run."
     from aim_nb.records import read_records, records_dir
-    from aim_nb.findings import report_text
-    typer.echo(report_text(read_records(records_dir()) if runs else None).rstrip())
+    typer.echo(need_report()(read_records(records_dir()) if runs else None).rstrip())

@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_core.ipynb #9e9a1608
 from __future__ import annotations
-import contextlib, ctypes, functools, hashlib, json, os, shutil, sys, tempfile
+import contextlib, ctypes, functools, hashlib, json, os, platform, re, shutil, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'CHECKPOINTS', 'BUDGETS', 'PAPER_LONG', 'QUICK',
-           'AimError', 'check_choice', 'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test',
+__all__ = ['HOST', 'SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'CHECKPOINTS', 'BUDGETS', 'PAPER_LONG',
+           'QUICK', 'AimError', 'check_choice', 'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test',
            'atomic_file', 'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng',
            'worker_env', 'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device', 'progress', 'Protocol',
            'Budget', 'budget']
@@ -71,11 +71,13 @@ def _sync_dir(path):
     try: os.fsync(fd)
     finally: os.close(fd)
 
+HOST = re.sub(r"\W", "_", platform.node())  # in names that dots and hyphens divide
+
 @contextlib.contextmanager
 def atomic_file(path):
     "A binary file that replaces `path` only when the block ends without an error."
     path = Path(path)
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.part")
+    tmp = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(tmp, "wb") as f:
@@ -289,11 +291,12 @@ def budget(
     steps=0,         # another number of steps (0: the budget's own)
 ) -> Budget:
     "The budget called `name`."
-    base, _, at = name.partition("@")
+    base, mark, at = name.partition("@")
     table = BUDGETS[check_choice("task", task, tuple(BUDGETS))]
     values = dict(table[check_choice("budget", base, tuple(table))])
     if base == "quick": values.update(QUICK.get(dataset, {}).get(task, {}))
-    if at and (base not in PAPER_LONG or not at.isdigit()): raise AimError(f"budget={name!r} is not known; write paper@N with a number of steps.")
+    if mark and (base not in PAPER_LONG or not at.isdecimal() or int(at) < 1): raise AimError(f"budget={name!r} is not known; write paper@N with a number of steps of at least 1.")
+    if steps and int(steps) < 1: raise AimError(f"steps={steps} should be at least 1, or 0 for the budget's own.")
     if at and task == "continual": values.update(rates=7, rate_runs=2, val_every=250) # the release's search of 14 rates x 10 only at its own number of steps
     if steps or at: values["steps"] = int(steps or at)
     return Budget(name, task, **values)

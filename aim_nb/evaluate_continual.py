@@ -19,12 +19,13 @@ from .core import AimError, Budget, Protocol, atomic_write, check_choice, progre
 from .tasks import Trajectory, draw_trajectory, eval_view, policy
 
 # %% auto #0
-__all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'RELEASE_RATES', 'POINTS', 'rate_on_test_images',
-           'banners', 'metatest_rows', 'Frozen', 'frozen', 'Outcome', 'fresh_head', 'class_hits', 'Looks', 'Heads',
-           'run_heads', 'idle_measure', 'gauss_rule', 'catch_up_', 'Moving', 'AdamLinear', 'OwnMechanisms', 'AdamAIM',
-           'AdamTail', 'metatest_reference', 'run_tails', 'AdamP', 'run_anml', 'points', 'pick_rates', 'best_mean',
-           'best_mode', 'Store', 'evaluating', 'Setting', 'MetaTest', 'search', 'rate_scores', 'choose_rates',
-           'run_points', 'forgetting', 'metatest', 'summary', 'validate_continual', 'mechanism_use']
+__all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'RELEASE_RATES', 'POINTS', 'VAL_CLASSES',
+           'rate_on_test_images', 'banners', 'metatest_rows', 'Frozen', 'frozen', 'Outcome', 'fresh_head', 'class_hits',
+           'Looks', 'Heads', 'run_heads', 'idle_measure', 'gauss_rule', 'catch_up_', 'Moving', 'AdamLinear',
+           'OwnMechanisms', 'AdamAIM', 'AdamTail', 'metatest_reference', 'run_tails', 'AdamP', 'run_anml', 'points',
+           'pick_rates', 'best_mean', 'best_mode', 'Store', 'evaluating', 'Setting', 'MetaTest', 'search',
+           'rate_scores', 'choose_rates', 'run_points', 'forgetting', 'metatest', 'summary', 'validate_continual',
+           'mechanism_use']
 
 # %% ../nbs/15_evaluate_continual.ipynb #1c615e3e
 RELEASE_BANNER = ("!! protocol=release on omniglot: the classes were meta-trained on, and the images asked about are the images learnt from. "
@@ -626,9 +627,11 @@ def summary(ns, test, train, ages, chosen) -> dict:
                 accuracy=float(last.mean()), ci95=float(ci), by_age=[round(float(a), 2) for a in ages], forgetting=round(forgetting(ages), 3))
 
 # %% ../nbs/15_evaluate_continual.ipynb #8b2303e7
+VAL_CLASSES = 50   # of a validation at most
+
 def validate_continual(
     net, bank, norm, budget=None, seed=0, device="cpu",
-    rates=(1e-3, 3e-4), most=50, # classes at most
+    rates=(1e-3, 3e-4), most=VAL_CLASSES, # classes at most
 ) -> dict:
     "One trajectory over validation classes at each rate, output layer only: the best test accuracy, cheap enough for every few hundred steps."
     mt = MetaTest(net, bank, norm, Protocol(), "head", seed, device=device)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from . import activation, sweep, viz
 from .core import PAPER_LONG, content_key, project_root
-from .paper import Seeds, band_place, bands, budget_note, claim_verdict, claims, hyper, in_band, paper_cells, paper_labels, paper_table, paper_value, plain_method, plain_variant, reached, seed_summary
+from .paper import FINE_RATES, Seeds, band_place, bands, budget_note, claim_verdict, claims, hyper, in_band, paper_cells, paper_labels, paper_table, paper_value, plain_method, plain_variant, reached, seed_summary
 from .records import IDENTITY, field, read_records, record_name
 from .tables import METHODS, ablation_table, common_training, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, training_of, variant
 
@@ -21,10 +21,10 @@ __all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'COUNTS'
            'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text', 'paper_run', 'run_hours',
            'backbone_hours', 'missing', 'figure_hours', 'unmade', 'plan_lines', 'unmade_markdown', 'label_lines',
            'hours_text', 'cost_text', 'parts_text', 'missing_lines', 'claim_lines', 'report_text', 'trained',
-           'plain_lines', 'gain_lines', 'trend', 'trend_text', 'band_lines', 'gap_lines', 'switched', 'switch_lines',
-           'box', 'summary_markdown', 'records_of', 'block_markdown', 'notebook_links', 'activation_figures',
-           'continual_masks', 'trajectory_figures', 'forgetting_figures', 'forgetting_markdown', 'ablation_figures',
-           'all_figures', 'table_files']
+           'plain_lines', 'gain_lines', 'trend', 'trend_text', 'band_lines', 'gap_lines', 'use_lines', 'switched',
+           'switch_lines', 'box', 'summary_markdown', 'records_of', 'block_markdown', 'notebook_links',
+           'activation_figures', 'continual_masks', 'trajectory_figures', 'forgetting_figures', 'forgetting_markdown',
+           'ablation_figures', 'all_figures', 'table_files']
 
 # %% ../nbs/18_findings.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -33,8 +33,8 @@ def _mean(a) -> tuple:
 
 def _at_n(rec) -> list:
     "A continual record's values at each number of classes."
-    c = continual_curve(rec)
-    return [(dict(n_classes=int(n)), dict(accuracy=_mean(test), gap=_mean(train - test), above_chance=_mean(test - 100/n)))
+    c, same = continual_curve(rec), rec["dataset"] == "omniglot" and rec["protocol"]["protocol"] == "release"     # there the test images are those learnt from: no gap to speak of
+    return [(dict(n_classes=int(n)), dict(accuracy=_mean(test), above_chance=_mean(test - 100/n)) | ({} if same else dict(gap=_mean(train - test))))
             for n, test, train in zip(c["n"], c["test"].T, c["train"].T)]
 
 def _uses(m) -> dict:
@@ -51,7 +51,7 @@ def measured(rec) -> list:
 # %% ../nbs/18_findings.ipynb #a983b9e1
 class Point(NamedTuple):
     "The seeds of one question."
-    where: dict  # task, dataset, method, budget, steps, other, and backbone, n_shot, n_classes, K, l, decision where they apply
+    where: dict  # task, dataset, method, budget, steps, width, other, and backbone, n_shot, n_classes, K, l, decision where they apply
     values: dict # metric -> Seeds
     keys: list   # of the records
 
@@ -59,7 +59,7 @@ EFFORT = ("runs", "rates", "rate_runs")      # of a meta-test: moves the noise o
 
 def fine(budget) -> bool:
     "Whether a meta-test had the release's rates to choose from, which lie close together, and not a few far apart."
-    return budget["task"] == "continual" and budget["rates"] >= 14
+    return budget["task"] == "continual" and budget["rates"] >= FINE_RATES
 
 def training_plan(budget) -> str:
     "What two trainings must have in common to be compared, as a key."
@@ -73,7 +73,7 @@ def coordinates(rec) -> dict:
     other = variant(rec, known) if rec["task"] in ("fewshot", "continual") else ", ".join(f"{k}={v}" for k, v in moved_switches(rec).items())
     if q.get("masks_of") == "slow" and "sib" in rec["method"]: other += "slow weights"
     return own | dict(task=rec["task"], dataset=rec["dataset"], method=rec["method"], budget=rec["budget"]["name"], steps=rec["budget"]["steps"], other=other,
-                      data=rec["data_sha"], plan=training_plan(rec["budget"]))
+                      data=rec["data_sha"], plan=training_plan(rec["budget"]), width=rec["budget"]["width"])
 
 def effort(rec) -> tuple:
     "How much a meta-test was worth: runs first, then the search for rates."
@@ -154,12 +154,17 @@ def se_of(s) -> float:
     "Standard error of a point's mean: of its tests, and of its seeds where there are several."
     return math.sqrt(s.se**2 + ((s.sd or 0)**2)/s.n)
 
+def _worse(p, q) -> bool:
+    "Whether `p` is clearly less accurate than `q`."
+    a, b = (x.values["accuracy"] for x in (p, q))
+    return a.mean + 1.96*math.hypot(se_of(a), se_of(b)) < b.mean
+
 def differences(pair, all_) -> list:
     "(point, value, standard error, fewest seeds) for every setting in which the claim can be measured."
     out = []
     for p in (p for p in all_ if fits(p, pair.a) and pair.metric in p.values and (not pair.table or p.where.get("table", pair.table) == pair.table)):
         q = partner(p, pair, all_) if pair.b else None
-        if pair.b and q is None: continue
+        if pair.b and q is None or pair.metric == "gap" and _worse(p, q): continue
         sides = [x.values[pair.metric] for x in (p, q) if x]
         out.append((p, sides[0].mean - (sides[1].mean if q else 0.), math.sqrt(sum(se_of(s)**2 for s in sides)), min(s.n for s in sides)))
     return out
@@ -191,7 +196,8 @@ def _judged(claim, value, se, seeds, budget) -> str:
     "The verdict on one measurement."
     if budget == "smoke": return "smoke only"
     holds = value > claim["bound"] if claim["relation"] == ">" else value < claim["bound"]
-    word = claim_verdict(value, se, claim["relation"], claim["bound"]) if se else "supported" if holds else "contradicted"
+    tie = value == claim["bound"] and all(pair.b for pair in MEASURES.get(claim["id"], ()))      # no difference at all between two runs; a count of none is none
+    word = "undecided" if tie else claim_verdict(value, se, claim["relation"], claim["bound"]) if se else "supported" if holds else "contradicted"
     notes = ", ".join(filter(None, ("one seed" if seeds == 1 else "", "" if se else "no interval", budget_note(budget))))
     return word + ("" if budget in PAPER_LONG else " so far") + (f" ({notes})" if notes else "")
 
@@ -240,7 +246,8 @@ def _claim_line(rows, first) -> str:
     theirs = ", ".join("–" if x["paper"] is None else f"{x['paper']:+.2f}" for x in shown) if any(x["paper"] is not None for x in shown) else "–"
     where = f"{setting({**r['where'], 'n_classes': None})}; {r['budget']}, {r['steps']:,} steps" if r["where"] else "–"
     ours, theirs = (", ".join(map(_value, shown)), theirs) if r["where"] else ("–", _span(r["id"]))
-    return f"| {r['text'] + ' (' + r['section'] + ')' if first else ''} | {where} | {ours} | {theirs} | {said} |"
+    bound = next(c["bound"] for c in claims() if c["id"] == r["id"])
+    return f"| {r['text'] + ' (' + r['section'] + (f'; bound {bound:+g}' if bound else '') + ')' if first else ''} | {where} | {ours} | {theirs} | {said} |"
 
 def claims_markdown(
     rows, # of `claim_rows`
@@ -455,6 +462,7 @@ def trained(where, seeds=1) -> str:
     full = hyper(where["task"])["steps"].value
     steps = f"the paper's {full:,} steps" if where["steps"] == full else f"{where['steps']:,} of the paper's {full:,} steps"
     if where["budget"].split("@")[0] != "paper": steps += f" at {where['budget']}"
+    if where.get("width"): steps += f", {where['width']} channels"
     return f"{steps}, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 def _groups(items, *coordinates) -> list:
@@ -524,8 +532,11 @@ def trend_text(method, curves) -> str:
     full, n = hyper("continual")["steps"].value, max(set(bands(method)).intersection(*curves.values()))
     slope, then = trend(list(curves), [c[n].values["accuracy"].mean for c in curves.values()], full)
     (low, high), theirs = bands(method)[n], paper_value("continualz", dataset="omniglot", method=method, n_classes=n)[0]
-    lengths, (a, b) = ", ".join(f"{k:,}" for k in curves), [c[n].values["accuracy"].mean for c in list(curves.values())[-2:]]
-    return (f" Over {lengths} steps it gains {slope:.1f} points at {n} classes with every doubling, {b - a:+.1f} between the last two; by that trend (an extrapolation) {full:,} steps would give {then:.0f} % "
+    lengths, ends = ", ".join(f"{k:,}" for k in curves), list(curves)[-2:]
+    a, b = (curves[k][n].values["accuracy"].mean for k in ends)
+    _, late = trend(ends, [a, b], full)
+    said = " to ".join(dict.fromkeys(f"{x:.0f}" for x in sorted((late, then))))
+    return (f" Over {lengths} steps, by records with few rates, it gains {slope:.1f} points at {n} classes with every doubling, {b - a:+.1f} between the last two; by the last two and by all of them (an extrapolation) {full:,} steps would give {said} % "
             f"(band {low:g}-{high:g}, paper {theirs:.1f}).")
 
 # %% ../nbs/18_findings.ipynb #ef055bea
@@ -556,10 +567,22 @@ def gap_lines(records) -> list:
     mine = [r for r in records if r["task"] == "continual" and not variant(r) and r["budget"]["name"] != "smoke"]
     for d in sorted({r["dataset"] for r in mine}):
         here = points(_one_budget(r for r in mine if r["dataset"] == d))
-        n = max(set.intersection(*({p.where["n_classes"] for p in here if p.where["method"] == m} for m in {p.where["method"] for p in here})))
+        common = set.intersection(*({p.where["n_classes"] for p in here if p.where["method"] == m} for m in {p.where["method"] for p in here}))
+        if not common: continue
+        n = max(common)
         at = sorted((p for p in here if p.where["n_classes"] == n), key=lambda p: METHODS.index(p.where["method"]))
         said = ", ".join(f"{method_label(p.where['method'])} {p.values['gap'].mean:.1f} ± {1.96*se_of(p.values['gap']):.1f}" for p in at)
         out.append(f"- **Images learnt from over held-out images on {d}** ({trained(at[0].where)}), points after {n} classes: {said}.")
+    return out
+
+# %% ../nbs/18_findings.ipynb #747c4391
+def use_lines(records) -> list:
+    "A sentence for each kept activation record of the longest training."
+    out, pct = [], lambda x: f"{100*x:.0f} %"
+    for r in _best(r for r in records if r["task"] == "activation" and r["protocol"]["heatmap"] == "mean" and r["parameters"]["masks_of"] == ("adapted" if "sib" in r["method"] else "slow")):
+        w, m = coordinates(r) | dict(other=""), r["metrics"]
+        out.append(f"- **Use of mechanisms by {method_label(r['method'])} on {_place(w)}** ({r['budget']['steps']:,} steps at {r['budget']['name']}, one seed; before training -> after): of K = {m['K']} active ones {m['shared_mechanisms_start']} -> {m['shared_mechanisms']} "
+                   f"serve every class, {m['sparse_mechanisms_start']} -> {m['sparse_mechanisms']} of all {m['M']} only a few; two classes have {pct(m['class_overlap_start'])} -> {pct(m['class_overlap'])} of their use in common.")
     return out
 
 # %% ../nbs/18_findings.ipynb #94dcc603
@@ -600,6 +623,19 @@ def _right(records):
     return lambda row: row["where"]["task"] == "activation" or at(row["where"], row["where"]["method"], row["where"]["other"]) in right
 
 # %% ../nbs/18_findings.ipynb #db3a432d
+def _counted(rows) -> str:
+    "Verdicts counted, and their budgets."
+    words, at = [r["verdict"].split()[0] for r in rows], ", ".join(dict.fromkeys(r["budget"] for r in rows))
+    return ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) + (f" at {at}" if at else "")
+
+def _rests_on(rows) -> str:
+    "How much evidence the rows of a claim are: seeds, intervals, trainings behind the lengths of trajectories."
+    same = ("dataset", "backbone", "n_shot", "method", "budget", "steps", "plan")
+    trainings = len({tuple(r["where"].get(k) for k in same) + (plain_variant(r["where"]["other"]),) for r in rows})
+    notes = [f"{trainings} training{'s'[:trainings - 1]}" if rows and "n_classes" in rows[0]["where"] else "", "one seed" if rows and all("one seed" in r["verdict"] for r in rows) else "",
+             "only the sign is looked at" if rows and all("no interval" in r["verdict"] for r in rows) else ""]
+    return ", ".join(filter(None, notes))
+
 def summary_markdown(records) -> str:
     "The claims by box, each with the verdicts that count and their budgets; another reading of the few-shot update is a switch (`switch_lines`), not a setting."
     right, boxes, theirs = _right(records), {b: [] for b in BOXES}, {r["dataset"] for r in paper_cells()}
@@ -607,10 +643,9 @@ def summary_markdown(records) -> str:
     for c in claims():
         ours = [g for g in groups if g[0]["id"] == c["id"] and g[0]["where"]["dataset"] != c.get("besides")]
         rows = [r for g in ours if 2*sum(map(right, g)) >= len(g) for r in g if right(r)]
-        words = [r["verdict"].split()[0] for r in rows]
-        said = ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) or ("measured, but the plain method is not reached" if ours else "no records")
-        at = ", ".join(dict.fromkeys(r["budget"] for r in rows))
-        boxes[box([r["verdict"] for r in rows])].append(f"- {c['text']} ({c['section']}; {said}{' at ' + at if at else ''})")
+        off = [r for g in ours for r in g if r not in rows]
+        said = [_counted(rows) or ("" if off else "no records"), _rests_on(rows), off and f"not counted, since the plain method is off or a switch was moved: {_counted(off)}"]
+        boxes[box([r["verdict"] for r in rows])].append(f"- {c['text']} ({'; '.join(filter(None, [c['section'], *said]))})")
     return "\n\n".join(f"**{b}**\n\n" + "\n".join(lines) for b, lines in boxes.items() if lines)
 
 # %% ../nbs/18_findings.ipynb #44f993ec
@@ -708,7 +743,7 @@ def forgetting_figures(records) -> dict:
 
 def forgetting_markdown(records) -> str:
     "The number for each method: accuracy on the quarter of the classes learnt first and last, and the difference."
-    lines = ["| Dataset | Method | Steps | Runs | Classes | First quarter | Last quarter | Forgotten |", "|---|---|---|---|---|---|---|---|"]
+    lines = ["| Dataset | Method | Steps | Runs | Classes | First quarter | Last quarter | Last - first |", "|---|---|---|---|---|---|---|---|"]
     for d, of in _aged(records).items():
         for (m, own), r in of.items():
             ages = r["metrics"]["by_age"]; q = max(1, len(ages)//4)

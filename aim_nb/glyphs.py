@@ -37,9 +37,9 @@ KINDS = frozenset("Lu Ll Lo Nd Nl No Sm Sc So Pc Pd Ps Pe Pi Pf Po".split()) # U
 @lru_cache(1)
 def coverage() -> dict:
     "Every usable code point with the numbers of the faces that have it, in code point order."
+    faces, paths = {}, face_paths() # first, since it says what to install
     from matplotlib.ft2font import FT2Font
-    faces = {}
-    for i, path in enumerate(face_paths()):
+    for i, path in enumerate(paths):
         for code in FT2Font(str(path)).get_charmap(): faces.setdefault(code, []).append(i)
     return {c: tuple(faces[c]) for c in sorted(faces) if len(faces[c]) >= 4 and unicodedata.category(chr(c)) in KINDS}
 

@@ -105,12 +105,13 @@ def optimizer_tensors(optimizer, prefix="opt.") -> dict:
 
 def load_optimizer(optimizer, tensors, prefix="opt."):
     "Put that state back."
-    params = [p for g in optimizer.param_groups for p in g["params"]]
+    params = [(p, g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]]
     optimizer.state.clear()
     for name in (k for k in tensors if k.startswith(prefix)):
         i, key = name[len(prefix):].split(".", 1)
-        p, v = params[int(i)], tensors[name]
-        optimizer.state[p][key] = torch.empty_like(p).copy_(v) if v.shape == p.shape and v.dim() else v.clone()
+        (p, beside), v = params[int(i)], tensors[name]
+        on = p.device if beside or key != "step" else v.device
+        optimizer.state[p][key] = torch.empty_like(p).copy_(v) if v.shape == p.shape and v.dim() else v.to(on, copy=True)
 
 # %% ../nbs/16_loop.ipynb #fa02e784
 def check_fit(
@@ -150,7 +151,7 @@ class Keeper:
     def restore(self, steps):
         "Load the newest checkpoint into the trainee and return it, None when there is none."
         if not self.checkpoints or not (found := self.checkpoints.latest()): return None
-        if found.step > steps: raise AimError(f"{self.desc} is at step {found.step:,} already, past the {steps:,} asked for; ask for more, or start over with --fresh.")
+        if found.step > steps: raise AimError(f"{self.desc} is at step {found.step:,} already, past the {steps:,} asked for; ask for more, or set $AIM_RUNS to another folder to train it there (--fresh would delete the longer training).")
         check_fit(found.tensors, self.trainee.tensors())
         self.trainee.load(found.tensors)
         self.saved = found.step

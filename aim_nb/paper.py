@@ -4,17 +4,18 @@
 
 # %% ../nbs/01_paper.ipynb #be624457
 from __future__ import annotations
-import csv, io, json, math, tomllib
+import csv, io, json, math, re, tomllib
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 from .core import PAPER_LONG, AimError, check_choice
 
 # %% auto #0
-__all__ = ['TABLES', 'AIMS_OWN', 'paper_table', 'paper_value', 'Hyper', 'hyper', 'class_split', 'plain_method', 'half_width',
-           'fewshot_gains', 'gains', 'errata', 'Seeds', 'seed_summary', 'pooled_sd', 'seed_spread', 'tolerance',
-           'verdict', 'bands', 'band_place', 'in_band', 'plain_right', 'comparability', 'budget_note', 'compare',
-           'plain_variant', 'reached', 'judge', 'claims', 'claim_verdict', 'claim', 'paper_labels', 'paper_cells']
+__all__ = ['TABLES', 'AIMS_OWN', 'FINE_RATES', 'paper_table', 'paper_value', 'Hyper', 'hyper', 'class_split', 'plain_method',
+           'half_width', 'fewshot_gains', 'gains', 'errata', 'Seeds', 'seed_summary', 'pooled_sd', 'seed_spread',
+           'tolerance', 'verdict', 'bands', 'band_place', 'in_band', 'plain_right', 'comparability', 'budget_note',
+           'compare', 'plain_variant', 'fine_search', 'reached', 'judge', 'claims', 'claim_verdict', 'claim',
+           'paper_labels', 'paper_cells']
 
 # %% ../nbs/01_paper.ipynb #f0bfff25
 TABLES = {"few-shot": "tab:few-shot", "sto_count": "tab:sto_count", "active_mech": "tab:active_mech", "soft_hard": "tab:soft_hard",
@@ -257,10 +258,17 @@ def plain_variant(variant) -> str:
     "What is left of a variant for a method without AIM."
     return ", ".join(part for part in variant.split(", ") if part.split("=")[0] not in AIMS_OWN)
 
+FINE_RATES = 14      # from so many on, the rates of a meta-test lie close together
+
+def fine_search(runs) -> bool: # such as "10 (7x2)": ten runs, seven rates, two trajectories each
+    "Whether a meta-test had fine rates to choose from."
+    tried = re.search(r"\((\d+)x", runs or "")
+    return bool(tried) and int(tried[1]) >= FINE_RATES
+
 def _plain_rows(row, rows):
-    "The rows of its plain method at the same budget, for all lengths of a trajectory."
+    "The rows of its plain method at the same budget and search for rates, for all lengths of a trajectory."
     same, own = [c for c in ("dataset", "backbone", "n_shot", "budget", "steps") if c in row], row.get("variant", "")
-    alike = lambda r: all(r.get(c) == row[c] for c in same) and r.get("variant", "") in (own, plain_variant(own))
+    alike = lambda r: all(r.get(c) == row[c] for c in same) and r.get("variant", "") in (own, plain_variant(own)) and fine_search(r.get("runs")) == fine_search(row.get("runs"))
     return [r for r in rows if r.get("method") == plain_method(row.get("method", "sib")) and alike(r)]
 
 def _plain_here(row, plain): return [r for r in plain if r["paper"] is not None and r.get("n_classes") == row.get("n_classes")]
@@ -271,7 +279,8 @@ def reached(
 ) -> bool:
     "Whether the row counts: its plain method was run in the same setting and is right."
     plain = _plain_rows(row, rows)
-    banded = in_band(plain_method(row["method"]), {r["n_classes"]: r["ours"] for r in plain}) if row["dataset"] == "omniglot" and "n_classes" in row else False
+    held_out = row["dataset"] == "omniglot" and "n_classes" in row and "protocol=release" not in row.get("variant", "")      # the bands are of held-out images
+    banded = held_out and in_band(plain_method(row["method"]), {r["n_classes"]: r["ours"] for r in plain})
     return any(plain_right(r["ours"], r["paper"], banded) for r in _plain_here(row, plain))
 
 # %% ../nbs/01_paper.ipynb #a3985d1f

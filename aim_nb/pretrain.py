@@ -4,7 +4,7 @@
 
 # %% ../nbs/16_pretrain.ipynb #92c5bf85
 from __future__ import annotations
-import json, math, os, shutil, time
+import copy, json, math, os, shutil, time
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -244,8 +244,8 @@ def frozen(net, device="cpu"):
     return net.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
 
 def given_backbone(module, bank, device="cpu"):
-    "A user's own module as a pretrained backbone."
-    net, sha = frozen(make_backbone(module, Lens(bank).shape), device), module_sha(module)
+    "A copy of a user's own module as a pretrained backbone."
+    net, sha = frozen(make_backbone(copy.deepcopy(module), Lens(bank).shape), device), module_sha(module)
     return net, dict(backbone=type(module).__name__, source="given", key=sha, sha=sha, accuracy=None, d_out=net.d_out, dataset=bank.name)
 
 # %% ../nbs/16_pretrain.ipynb #cc088f2e
@@ -324,11 +324,14 @@ BLOCK = 128 # images at a time; part of the key, since augmentation draws are ma
 def _working(path, shape):
     "The array on disk that is being filled, all its space reserved."
     if path.exists(): return np.lib.format.open_memmap(path, mode="r+")
+    half = path.with_name("reserving.npy")
     try:
-        a = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-        with open(path, "r+b") as f: os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
+        a = np.lib.format.open_memmap(half, mode="w+", dtype=np.float32, shape=shape)
+        if hasattr(os, "posix_fallocate"):
+            with open(half, "r+b") as f: os.posix_fallocate(f.fileno(), 0, half.stat().st_size)
+        os.replace(half, path)
     except OSError as e:
-        path.unlink(missing_ok=True)
+        half.unlink(missing_ok=True)
         raise AimError(f"{path.parent} has no room for features of {4*math.prod(shape)/1e6:,.0f} MB ({e.strerror}); free some space or set $AIM_RUNS to another place.") from e
     return a
 

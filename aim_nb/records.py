@@ -5,6 +5,7 @@
 # %% ../nbs/06_records.ipynb #ff85312b
 from __future__ import annotations
 import functools, json, math, platform, subprocess, time, warnings
+from importlib.resources import files
 from pathlib import Path
 import torch
 from . import __version__
@@ -31,9 +32,11 @@ def record_key(
 # %% ../nbs/06_records.ipynb #cf0691e5
 @functools.cache
 def code_commit() -> str:
-    "The commit of the code that runs, with `+` where the tree has changes; empty outside a repository."
-    def git(*args): return subprocess.run(["git", "-C", str(project_root()), *args], capture_output=True, text=True, check=True).stdout.strip()
-    try: return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", "aim_nb") else "")
+    "The commit of the code that runs, with `+` where it was changed; empty where no repository tracks it."
+    def git(*args): return subprocess.run(["git", "-C", str(files("aim_nb")), *args], capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        git("ls-files", "--error-unmatch", "--", "__init__.py")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError): return ""
 
 def versions() -> dict:
@@ -128,9 +131,9 @@ def read_records(
     return list(out.values())
 
 def find_record(identity) -> dict | None:
-    "The finished run that answers this question, among the runs and the kept records."
+    "The finished run that answers this question, among the runs and, after them, the kept records."
     key = record_key(identity)
-    return next((r for r in read_records(records_dir(), kept_dir()) if r["key"] == key), None)
+    return next((r for r in read_records(kept_dir(), records_dir()) if r["key"] == key), None)
 
 # %% ../nbs/06_records.ipynb #b56ac2b8
 def keep(

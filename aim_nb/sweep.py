@@ -8,21 +8,22 @@ import contextlib, fcntl, functools, inspect, itertools, json, os, queue, socket
 from pathlib import Path
 from typing import NamedTuple
 from . import train_continual, train_fewshot
-from .aim import AIM, check_sizes
+from .aim import check_choices, check_sizes
 from .banks import bank_dir, open_bank
 from .cli import WANTED, check_values, find_notebook, parameters_of, shorten, spell, task_of
-from .core import SWITCHES, AimError, Protocol, budget, check_choice, content_key, data_root, numbers, pick_device, project_root, runs_dir, torch_rng, use_threads, words, worker_env
+from .core import CONTINUAL_METHODS, SWITCHES, AimError, Protocol, budget, check_choice, content_key, data_root, numbers, pick_device, project_root, runs_dir, use_threads, words, worker_env
 from .pretrain import feature_bank, find_backbone, pretrain_identity, pretrained_backbone
 from .records import kept_dir, read_records, record_key, records_dir
 
 # %% auto #0
 __all__ = ['LISTS', 'EXPAND', 'FUNCTIONS', 'IMAGES', 'MACS', 'COST', 'read_plan', 'typed', 'choices', 'parameter_sets', 'Run',
-           'fewshot_runs', 'ablation_runs', 'continual_runs', 'full', 'budget_of', 'question', 'check_run', 'expand',
-           'name', 'Item', 'bank_of', 'steps_in', 'training_folder', 'look_up', 'survey', 'sizes_of',
-           'backbone_seconds', 'training_seconds', 'continual_scale', 'testing_seconds', 'seconds', 'backbone_question',
-           'total_seconds', 'memory', 'estimate', 'Job', 'features_job', 'jobs_of', 'sweep_file', 'alone', 'logged',
-           'make_features', 'make_record', 'work', 'need_distributed', 'cores', 'local_cluster', 'user_cluster',
-           'Watch', 'why', 'settle', 'hand_in', 'oversee', 'overview', 'sweep']
+           'fewshot_runs', 'ablation_runs', 'continual_runs', 'activation_runs', 'full', 'budget_of', 'question',
+           'check_run', 'runs_of', 'expand', 'name', 'Item', 'bank_of', 'steps_in', 'training_folder', 'look_up',
+           'survey', 'sizes_of', 'backbone_seconds', 'training_seconds', 'continual_scale', 'testing_seconds',
+           'seconds', 'backbone_question', 'total_seconds', 'memory', 'estimate', 'Job', 'backbone_of', 'features_job',
+           'one_by_one', 'jobs_of', 'sweep_file', 'alone', 'logged', 'make_features', 'make_record', 'work',
+           'need_distributed', 'cores', 'local_cluster', 'user_cluster', 'Watch', 'why', 'settle', 'hand_in', 'oversee',
+           'overview', 'sweep']
 
 # %% ../nbs/19_sweep.ipynb #7d95e4dc
 def read_plan(
@@ -98,12 +99,17 @@ def ablation_runs(p) -> list:
     return [Run("fewshot", common | r | dict(n_shot=n, seed=s)) for s in _seeds(p) for n in numbers(p["shots"]) for r in (*rows, dict(method="sib", protocol={}))]
 
 def continual_runs(p) -> list:
-    "Those of `30_continual`, where AIM is meta-tested in every way asked for, and of `31_continual_activation`."
+    "Those of `30_continual`, where AIM is meta-tested in every way asked for."
     common, own = _pick(p, _COMMON), _pick(p, SWITCHES)
     ways = [own | dict(metatest_update=u) for u in words(own.get("metatest_update", "head"))]
     return [Run("continual", common | dict(method=m, seed=s, protocol=w)) for s in _seeds(p) for m in words(p["methods"]) for w in (ways if m.endswith("+aim") else ways[:1])]
 
-EXPAND = {"20_fewshot": fewshot_runs, "21_fewshot_ablation": ablation_runs, "22_fewshot_activation": fewshot_runs, "30_continual": continual_runs, "31_continual_activation": continual_runs}
+def activation_runs(p) -> list:
+    "Those of `31_continual_activation`, which looks at AIM alone."
+    for m in words(p["methods"]): check_choice("methods", m, [c for c in CONTINUAL_METHODS if c.endswith("+aim")])
+    return continual_runs(p)
+
+EXPAND = {"20_fewshot": fewshot_runs, "21_fewshot_ablation": ablation_runs, "22_fewshot_activation": fewshot_runs, "30_continual": continual_runs, "31_continual_activation": activation_runs}
 
 # %% ../nbs/19_sweep.ipynb #ff8fc083
 FUNCTIONS = {"fewshot": train_fewshot.run_fewshot, "continual": train_continual.run_continual}
@@ -136,18 +142,31 @@ def question(
 # %% ../nbs/19_sweep.ipynb #8d040a21
 def check_run(run):
     "Refuse what could not run."
-    s, b = full(run), budget_of(run)
-    check_sizes(steps=b.steps, **_pick(s, ("n_shot", "M")))
+    s, p = full(run), Protocol(**run.settings["protocol"])
+    check_sizes(steps=budget_of(run).steps, **_pick(s, ("n_shot", "M")))
     if run.task == "fewshot": check_choice("backbone", s["backbone"], ("conv4", "wrn-28-10"))
-    if s["method"].endswith("+aim"): AIM(1, 1, s["M"], s["K"], 0 if s["protocol"].get("decision") == "soft" else s["l"], generator=torch_rng("check"))
+    if "+" not in s["method"]: return run
+    check_sizes(K=s["K"])
+    check_choices(s["M"], s["K"], 0 if p.decision == "soft" else s["l"], p.gate, p.decision.removesuffix("-test"), p.select)
     return run
+
+def runs_of(
+    stem,   # of a notebook
+    values, # all of its parameters
+) -> list: # of `Run`
+    "What a notebook would run, each checked."
+    try: runs = EXPAND[stem](values)
+    except KeyError as e: raise AimError(f"this {stem} has no parameter {e}, as the project's notebook of that name has; give a notebook of your own another name.") from None
+    empty = [n for n in LISTS if n in values and not words(values[n])]
+    if not runs: raise AimError(f"there is nothing to run, since {' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty; give at least one value.")
+    return [check_run(r) for r in runs]
 
 def expand(
     plan, # path or name
 ) -> list: # of `Run`
     "The runs of a plan, each question once."
-    found = [Run(r.task, r.settings | dict(notebook=stem)) for part in read_plan(plan) for stem, values in parameter_sets(part) for r in EXPAND[stem](values)]
-    return list({content_key(question(r)): check_run(r) for r in reversed(found)}.values())[::-1]
+    found = [Run(r.task, r.settings | dict(notebook=stem)) for part in read_plan(plan) for stem, values in parameter_sets(part) for r in runs_of(stem, values)]
+    return list({content_key(question(r)): r for r in reversed(found)}.values())[::-1]
 
 # %% ../nbs/19_sweep.ipynb #b6e5daa9
 def name(run) -> str:
@@ -280,7 +299,7 @@ def estimate(
 ) -> tuple | None:
     "About how many seconds on one core and how many bytes a notebook takes; None where it trains nothing."
     if stem not in EXPAND: return None
-    runs = EXPAND[stem](values)
+    runs = runs_of(stem, values)
     return total_seconds(runs), memory(runs)
 
 # %% ../nbs/19_sweep.ipynb #6540e1b0
@@ -296,14 +315,30 @@ class Job(NamedTuple):
         "All that a worker needs."
         return json.dumps(dict(key=self.key, task=self.run.task, settings=self.run.settings, features=self.features))
 
+def backbone_of(run) -> dict:
+    "The identity of the backbone under a few-shot run."
+    s = full(run)
+    return pretrain_identity(bank_of(run), s["backbone"], budget_of(run), s["backbone_seed"])
+
 def features_job(item, rank) -> Job:
     "The job that makes the features under a few-shot run."
-    s, b = full(item.run), budget_of(item.run)
-    trained = find_backbone(pretrain_identity(bank_of(item.run), s["backbone"], b, s["backbone_seed"]))[0]
+    s, trained = full(item.run), find_backbone(backbone_of(item.run))[0]
     cost = 0. if trained else backbone_seconds(item.run)
     return Job("features-" + content_key(backbone_question(item.run)), f"features of {s['dataset']} {s['backbone']} {s['budget']}", item.run, True, (), cost, rank)
 
 # %% ../nbs/19_sweep.ipynb #6864f58e
+def one_by_one(
+    jobs, # that make features
+) -> list:
+    "The same jobs, each after the one before it on the same backbone."
+    made, last = [], {}
+    for job in jobs:
+        key = content_key(backbone_of(job.run))
+        made.append(job._replace(needs=(last[key],), seconds=0.) if key in last else job)
+        last[key] = job.key
+    return made
+
+# %% ../nbs/19_sweep.ipynb #549f1de4
 def jobs_of(
     items, # of `survey`
 ) -> list: # of `Job`, each after those it needs
@@ -315,7 +350,7 @@ def jobs_of(
         if item.run.task == "fewshot":
             job = features_job(item, rank)
             features.setdefault(job.key, job)
-    made = list(features.values())
+    made = one_by_one(features.values())
     for chain in chains.values():
         before, trained = (), 0.
         for rank, item in sorted(chain, key=lambda x: (budget_of(x[1].run).steps, x[0])):
@@ -347,8 +382,9 @@ def logged(key):
 def make_features(run):
     "Train the backbone or find it, and compute the features."
     s, b, bank = full(run), budget_of(run), bank_of(run)
-    net, _ = pretrained_backbone(bank, s["backbone"], b, seed=s["backbone_seed"], device=(device := str(pick_device(s["device"]))))
-    feature_bank(net, bank, views=b.views, device=device)
+    with alone("backbone-" + content_key(backbone_of(run))):
+        net, _ = pretrained_backbone(bank, s["backbone"], b, seed=s["backbone_seed"], device=(device := str(pick_device(s["device"]))))
+        feature_bank(net, bank, views=b.views, device=device)
 
 def make_record(run):
     "Make the record or find it."

@@ -10,12 +10,12 @@ import pandas as pd
 from .core import CONTINUAL_METHODS, FEWSHOT_METHODS, Protocol, check_choice, content_key
 from .paper import budget_note, comparability, compare, hyper, judge, paper_table
 from .records import field
-from .train_continual import USUAL_NORM
+from .train_continual import moved
 
 # %% auto #0
-__all__ = ['METHODS', 'TRAINEE', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'meta_test', 'fewshot_table',
-           'present', 'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table', 'continual_curve',
-           'continual_table', 'training_of', 'common_training', 'main_runs', 'trajectory_markdown']
+__all__ = ['METHODS', 'TRAINEE', 'EPISODE', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'meta_test',
+           'fewshot_table', 'present', 'table_markdown', 'table_text', 'table_csv', 'show_table', 'ablation_table',
+           'continual_curve', 'continual_table', 'training_of', 'common_training', 'main_runs', 'trajectory_markdown']
 
 # %% ../nbs/17_tables.ipynb #c0418ddb
 METHODS = (*FEWSHOT_METHODS, *CONTINUAL_METHODS)
@@ -27,27 +27,26 @@ def method_label(method) -> str:
 # %% ../nbs/17_tables.ipynb #3260364d
 def moved_switches(rec) -> dict:
     "The switches of a record that do not stand where its runs usually have them."
-    moved = Protocol(**rec["protocol"]).changed()
-    if "sib" in rec["method"]: return moved
-    norm = rec["protocol"]["norm"]
-    return {k: v for k, v in moved.items() if k != "norm"} | ({"norm": norm} if norm != USUAL_NORM else {})
+    protocol = Protocol(**rec["protocol"])
+    return protocol.changed() if "sib" in rec["method"] else moved(protocol)
 
 TRAINEE = ("inner", "random", "n_out", "lr_in", "lr_out", "checkpoint")      # in a continual record only where they are not the usual ones
+EPISODE = dict(n_way=5, n_query=15, d_out=0)                                 # the usual ones of a few-shot record
 
 def variant(
     rec,      # a record
     known=(), # what the table's own columns already say
 ) -> str:
-    "What was asked for besides the paper's setting: changed switches, M, K, l, and sizes and rates of meta-training."
+    "What was asked for besides the paper's setting: changed switches, M, K, l, sizes of episodes, and sizes and rates of meta-training."
     usual = {k: hyper(rec["task"])[k].value for k in ("M", "K", "l")}
     other = {k: v for k, v in rec["parameters"].items() if k in usual and v != usual[k]} if "aim" in rec["method"] else {}
-    other |= moved_switches(rec) | {k: v for k, v in rec["parameters"].items() if k in TRAINEE}
+    other |= moved_switches(rec) | {k: v for k, v in rec["parameters"].items() if k in TRAINEE or EPISODE.get(k, v) != v}
     return ", ".join(f"{k}={v}" for k, v in other.items() if k not in known)
 
 def meta_test(rec) -> str:
     "What a continual record's meta-test cost: runs, and in brackets the rates tried x trajectories each; empty for few-shot."
     b = rec["budget"]
-    return f"{b['runs']} ({b['rates']}x{b['rate_runs']})" if rec["task"] == "continual" else ""
+    return f"{b['runs']} ({len(rec['metrics'].get('rates_tried', range(b['rates'])))}x{b['rate_runs']})" if rec["task"] == "continual" else ""
 
 def _question(rec):
     "What the seeds of one cell have in common."
@@ -226,8 +225,8 @@ def trajectory_markdown(
     f = f[f.ours.notna()].sort_values("steps", key=lambda s: s != common[0], kind="stable")
     ns, line = sorted(f.n_classes.unique()), lambda cells: "| " + " | ".join(map(str, cells)) + " |"
     text = lambda r: f"{r.ours:.1f}" + ("" if pd.isna(r.paper) else f" ({r.paper:.1f})")
-    lines = []
+    lines, narrow = [], f", {common[-1]} channels" if common[-1] else ""
     for (m, v, steps, runs), g in f.groupby(["method", "variant", "steps", "runs"], sort=False):
         at = {r.n_classes: text(r) for r in g.itertuples()}
-        lines.append(line([method_label(m) + (f", {v}" if v else ""), f"{steps:,.0f}", runs, *(at.get(n, "–") for n in ns)]))
+        lines.append(line([method_label(m) + narrow + (f", {v}" if v else ""), f"{steps:,.0f}", runs, *(at.get(n, "–") for n in ns)]))
     return "\n".join([line(["Method", "Steps", "Runs", *ns]), line(["---"]*(3 + len(ns))), *lines])

@@ -15,7 +15,7 @@ from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import CHECKPOINTS, CONTINUAL_METHODS, AimError, Budget, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
 from .core import budget as named_budget
-from .evaluate_continual import banners, mechanism_use, metatest, validate_continual
+from .evaluate_continual import VAL_CLASSES, banners, mechanism_use, metatest, validate_continual
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .oml import N_OUT, OML, oml_loss, reset_rows
 from .paper import comparability
@@ -23,13 +23,17 @@ from .records import find_record, new_record, save_record
 from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['USUAL_NORM', 'METATEST', 'make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee', 'relevant',
-           'continual_identity', 'training_checkpoints', 'continual_budget', 'sizes', 'aim_twin', 'read_uses',
-           'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual', 'load_continual',
-           'describe_continual', 'read_continual']
+__all__ = ['USUAL_NORM', 'METATEST', 'moved', 'make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee',
+           'relevant', 'continual_identity', 'training_checkpoints', 'continual_budget', 'sizes', 'aim_twin',
+           'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual', 'saved_weights',
+           'load_continual', 'describe_continual', 'read_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
 USUAL_NORM = "instance"   # of continual runs
+
+def moved(protocol) -> dict:
+    "The switches of a continual run that do not stand where such runs usually have them."
+    return {k: v for k, v in (protocol.changed() | dict(norm=protocol.norm)).items() if k != "norm" or v != USUAL_NORM}
 
 # %% ../nbs/16_train_continual.ipynb #cbbc1253
 def make_continual(
@@ -152,7 +156,8 @@ def training_checkpoints(identity):
     "The checkpoints of the meta-training behind a record."
     b, protocol = identity["budget"], Protocol(**identity["protocol"])
     own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "data_sha")} | dict(parameters={k: v for k, v in identity["parameters"].items() if k != "checkpoint"})
-    return run_checkpoints("continual", own | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()))
+    few = dict(val_classes=b["classes"]) if 0 < b["classes"] < VAL_CLASSES else {}
+    return run_checkpoints("continual", own | few | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()))
 
 # %% ../nbs/16_train_continual.ipynb #d2ab0469
 METATEST = ("runs", "rates", "rate_runs", "classes")   # of a budget; 0 stands for the budget's own
@@ -249,14 +254,25 @@ def _train_and_record(t, identity, fresh, callbacks, notebook, aim_like) -> dict
     save_record(rec); store.unlink(missing_ok=True)
     return rec
 
+# %% ../nbs/16_train_continual.ipynb #3e4bab9b
+def saved_weights(
+    record, # of `run_continual`
+    which,  # best | last
+):
+    "The checkpoint with the weights of a record; those of another step are refused."
+    ck, best = training_checkpoints(record), check_choice("which", which, CHECKPOINTS) == "best"
+    step = record["metrics"]["best_step"] if best else record["history"][-1]["step"]
+    there = [s for s in ((ck.best(), ck.shipped()) if best else (ck.latest(),)) if s]
+    if not there: raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
+    if found := next((s for s in there if s.step == step), None): return found
+    raise AimError(f"{ck.dir} holds the weights of step {there[0].step:,} of another training, run {record['key']} has those of step {step:,}; set $AIM_RUNS to another folder and run it again to have them.")
+
 def load_continual(
     record,        # of `run_continual`
     data_root="", which="", # best | last ("": as the record was meta-tested)
 ):
     "The network of a finished run, from its checkpoints."
-    ck, which = training_checkpoints(record), which or record["parameters"].get("checkpoint", "best")
-    saved = ck.best() or ck.shipped() if check_choice("which", which, CHECKPOINTS) == "best" else ck.latest()
-    if saved is None: raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
+    saved = saved_weights(record, which or record["parameters"].get("checkpoint", "best"))
     q, trained = dict(record["parameters"]), ContinualModel
     size = {k: q.pop(k) for k in ("M", "K", "l") if k in q}
     t = trained(open_bank(record["dataset"], data_root), record["method"], record["seed"], Budget(**record["budget"]), Protocol(**record["protocol"]), **size, n_out=q.get("n_out", 0))
@@ -272,10 +288,10 @@ def describe_continual(
     b = budget
     same = comparability("continualz", dict(dataset=dataset, method="oml", n_classes=10), b.asdict())
     word = {"yes": "comparable with the paper", "budget": "another budget than the paper's: read the comparison with care", "data": "the paper has no figures for this dataset"}[same]
-    width = "full width" if not b.width else f"{b.width} channels instead of 112, a narrower network whose figures never stand beside full ones"
+    width = "full width" if not b.width else f"{b.width} channels instead of 112, a narrower network than the paper's"
     lines = [f"{dataset}, budget {b.name}: {b.steps:,} meta-training steps (paper 20,000), {width}.",
              f"Meta-test: {b.runs} runs, {b.rates} rates x {b.rate_runs} trajectories to choose from, {'all classes' if not b.classes else f'at most {b.classes} classes'}; AIM: M={M}, K={K}, l={l}.",
-             f"Switches not at their default: {', '.join(f'{k}={v}' for k, v in protocol.changed().items()) or 'none'}. {n_runs} runs to make or find; {word}."]
+             f"Switches moved from where these runs usually have them: {', '.join(f'{k}={v}' for k, v in moved(protocol).items()) or 'none'}. {n_runs} runs to make or find; {word}."]
     return "\n".join(lines + banners(protocol, dataset))
 
 # %% ../nbs/16_train_continual.ipynb #5d4b8584
@@ -286,7 +302,7 @@ def _one_method(recs):
     m = recs[0]["metrics"]
     acc, gone, kept = (np.mean(v) for v in ([_at_end(r) for r in recs], [r["metrics"]["forgetting"] for r in recs], [np.mean(r["metrics"]["train"], 0)[-1] for r in recs]))
     age = f"the first quarter of the classes stands {gone:.1f} points behind the last" if gone > 0 else f"the first quarter of the classes does not stand behind the last ({abs(gone):.1f} points ahead)"
-    return f"- **{recs[0]['method']}** ({m['update']} moves): {acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from after {m['n_classes'][-1]} classes; {age}."
+    return f"- **{recs[0]['method']}** ({dict(head='only the output layer learns', fast='all fast weights learn')[m['update']]}): {acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from after {m['n_classes'][-1]} classes; {age}."
 
 def read_continual(
     records, # of one dataset and budget

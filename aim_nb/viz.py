@@ -12,9 +12,10 @@ import pandas as pd
 from matplotlib import animation
 from matplotlib.lines import Line2D
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from .core import AimError, atomic_write, runs_dir
-from .paper import bands, paper_table
+from .paper import bands, hyper, paper_table
 from .tables import METHODS, method_label
 
 # %% auto #0
@@ -101,18 +102,18 @@ def fewshot_figure(
     title="",
 ):
     "Few-shot results with 95% intervals, the paper's beside them."
-    ran = _one_budget(frame); shots = sorted(ran.n_shot.unique())
+    ran = _one_budget(frame); shots, both = sorted(ran.n_shot.unique()), ran.paper.notna().any()
     fig, axes = plt.subplots(1, len(shots), figsize=(3*len(shots) + .6, 3), layout="constrained", squeeze=False)
     for ax, n in zip(axes[0], shots):
         rows = ran[ran.n_shot == n]
         for i, r in enumerate(rows.itertuples()):
             s = METHOD_STYLE[r.method]; mark = dict(color=s["color"], marker=s["marker"], capsize=3, ls="none", ms=7)
-            ax.errorbar(i - .12, r.ours, r.ci, **mark)
+            ax.errorbar(i - .12*both, r.ours, r.ci, **mark)
             if not pd.isna(r.paper): ax.errorbar(i + .12, r.paper, r.paper_ci, **mark, mfc=CARD)
         ax.set(xticks=range(len(rows)), xticklabels=map(method_label, rows.method), xlim=(-.5, len(rows) - .5), title=f"{n}-shot"); ax.margins(y=.15)
         ax.grid(axis="y", color=FAINT, lw=.6)
     axes[0, 0].set_ylabel("test accuracy, %"); fig.suptitle(title, fontsize=10)
-    _legend(fig, [Line2D([], [], color=INK, marker="o", ls="none", mfc=f, label=t) for f, t in ((INK, "ours"), (CARD, "paper"))][:2 if ran.paper.notna().any() else 1])
+    if both: _legend(fig, [Line2D([], [], color=INK, marker="o", ls="none", mfc=f, label=t) for f, t in ((INK, "ours"), (CARD, "paper"))])
     return fig
 
 # %% ../nbs/17_viz.ipynb #b5392c18
@@ -163,7 +164,7 @@ def accuracy_trajectories(
         s, ax = METHOD_STYLE[method], axes[0, 0]
         ax.plot(c["n"], c["test"].mean(0), **s | {"linestyle": "-"}); ax.plot(c["n"], c["train"].mean(0), color=s["color"], ls="--", lw=1)
         ax.fill_between(c["n"], c["test"].mean(0) - c["test"].std(0), c["test"].mean(0) + c["test"].std(0), color=s["color"], alpha=.15, lw=0)
-    axes[0, 0].set(xlabel="classes learnt", ylabel="accuracy, %", xlim=(0, 1.05*max(max(c["n"]) for c in curves.values())), ylim=(0, 102), title=title); axes[0, 0].grid(color=FAINT, lw=.6)
+    axes[0, 0].set(xlabel="classes learnt", ylabel="accuracy, %", xlim=(0, 1.05*max(max(c["n"]) for c in curves.values())), ylim=(0, 102), title=title); axes[0, 0].grid(color=FAINT, lw=.6); axes[0, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     if theirs: _paper_panel(axes[0, 1], dataset, curves)
     kinds = [Line2D([], [], color=INK, ls=l, label=t) for l, t in (("-", "test"), ("--", "train"))]
     _legend(fig, [Line2D([], [], **METHOD_STYLE[m] | {"linestyle": "-"}, label=method_label(m)) for m in curves] + kinds)
@@ -184,10 +185,10 @@ def forgetting_curves(
     title="",
 ):
     "Accuracy at the end over how long ago a class was learnt."
-    fig, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    (fig, ax), most = plt.subplots(figsize=(6, 3.4), layout="constrained"), max(map(len, [*ages.values(), *fast.values()]))
     for of, ls in ((ages, "-"), (fast, "--")):
-        for m in (m for m in METHODS if m in of): ax.plot(*smoothed(of[m]), color=METHOD_STYLE[m]["color"], ls=ls, label=method_label(m) + (", all fast weights move" if of is fast else ""))
-    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title); ax.set_xlim(left=0); ax.grid(color=FAINT, lw=.6)
+        for m in (m for m in METHODS if m in of): ax.plot(*smoothed(of[m]), color=METHOD_STYLE[m]["color"], ls=ls, label=method_label(m) + (", all fast weights move" if of is fast else "") + (f" ({len(of[m])} classes in all)" if len(of[m]) < most else ""))
+    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title); ax.set_xlim(left=0); ax.grid(color=FAINT, lw=.6); ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(fig, ax.get_legend_handles_labels()[0], columns=3)
     return fig
 
@@ -196,16 +197,17 @@ def forgetting_curves(
 def length_curves(
     curves, # method -> steps of meta-training -> {number of classes: accuracy in %}
 ):
-    "Accuracy against the length of meta-training, a panel a method; shaded beside the plain ones the bands of independent re-runs."
-    ticks = sorted({s for c in curves.values() for s in c})
+    "Accuracy against the length of meta-training, a panel a method; with the plain ones the bands of independent re-runs, at the paper's length."
+    full, ticks = hyper("continual")["steps"].value, sorted({s for c in curves.values() for s in c})
     fig, axes = plt.subplots(1, len(curves), figsize=(2.8*len(curves), 3), sharey=True, layout="constrained", squeeze=False)
     for ax, (m, c) in zip(axes[0], curves.items()):
         for i, n in enumerate(bands("oml")):
             ax.plot(list(c), [at.get(n, np.nan) for at in c.values()], "o-", color=CYCLE[i], label=f"{n} classes")
-            if "+" not in m: ax.fill_between([.93 + .014*i, .94 + .014*i], *bands(m)[n], transform=ax.get_yaxis_transform(), color=CYCLE[i], lw=0)
-        ax.set(title=method_label(m), xlabel="outer steps, thousands", xscale="log", xlim=(.85*ticks[0], 1.6*ticks[-1]), ylim=(0, 100))
-        ax.minorticks_off(); ax.set_xticks(ticks, [f"{t/1000:g}" for t in ticks])
-    axes[0, 0].set_ylabel("accuracy, %"); _legend(fig, axes[0, 0].get_legend_handles_labels()[0], columns=5)
+            if "+" not in m: ax.plot([full*1.09**(i - 2)]*2, bands(m)[n], color=CYCLE[i], lw=4, alpha=.6, solid_capstyle="butt")
+        ax.set(title=method_label(m), xlabel="outer steps, thousands", xscale="log", xlim=(.85*ticks[0], 1.45*full), ylim=(0, 100))
+        ax.minorticks_off(); ax.set_xticks([*ticks, full], [f"{t/1000:g}" for t in [*ticks, full]])
+    bar = Line2D([], [], color=INK, lw=4, alpha=.6, solid_capstyle="butt", label="independent re-runs, fully trained (from 2 points below the lower)")
+    axes[0, 0].set_ylabel("accuracy, %"); _legend(fig, [*axes[0, 0].get_legend_handles_labels()[0], bar], columns=3)
     return fig
 
 @styled
@@ -213,13 +215,14 @@ def rate_curves(
     rates,     # those tried
     scores,    # number of classes -> what each rate came to, in %
     filled=(), # rates whose points are filled
+    by_heart=63, # above so many classes, those of validation, the score is accuracy on the images learnt from: dashed
 ):
     "What each learning rate of a meta-test came to, a line a number of classes."
     fig, ax = plt.subplots(figsize=(6.5, 3), layout="constrained")
     on = np.isin(rates, filled)
     for i, (n, s) in enumerate(scores.items()):
-        ax.plot(rates, s, "o-", mfc="white", color=CYCLE[i], label=f"{n} classes"); ax.plot(np.array(rates)[on], np.array(s)[on], "o", color=CYCLE[i])
-    ax.set(xscale="log", xlabel="learning rate of the meta-test", ylabel="accuracy, %", ylim=(0, 100)); ax.legend(loc="center left", bbox_to_anchor=(1, .5))
+        ax.plot(rates, s, "o-" if n <= by_heart else "o--", mfc="white", color=CYCLE[i], label=f"{n} classes" + (" (images learnt from)" if n > by_heart else "")); ax.plot(np.array(rates)[on], np.array(s)[on], "o", color=CYCLE[i])
+    ax.set(xscale="log", xlabel="learning rate of the meta-test", ylabel="accuracy to choose by, %", ylim=(0, 100)); ax.legend(loc="center left", bbox_to_anchor=(1, .5))
     return fig
 
 # %% ../nbs/17_viz.ipynb #33b5434e
@@ -310,10 +313,10 @@ def attention_trajectories(
     "The attention weight of each mechanism over training; the K highest at the end in colour."
     fig, axes = plt.subplots(1, len(panels), figsize=(3.6*len(panels) + .6, 2.9), layout="constrained", squeeze=False, sharey=True)
     for ax, (title, (steps, weights)) in zip(axes[0], panels.items()):
-        weights = np.asarray(weights); top = np.argsort(-weights[-1])[:K]
+        weights = np.asarray(weights); top = np.argsort(-weights[-1])[:K]       # seven colours that are not grey, then dashed
         for m in np.argsort(weights[-1]):
-            ax.plot(steps, weights[:, m], color=CYCLE[list(top).index(m) % 8] if m in top else "#b5b5b0", lw=1.4 if m in top else .7)
+            ax.plot(steps, weights[:, m], color=CYCLE[list(top).index(m) % 7] if m in top else "#b5b5b0", ls="-" if m not in top[7:] else "--", lw=1.6 if m in top else .7)
         ax.set(title=title, xlabel="training step", ylim=(-.02, 1.02)); ax.locator_params(axis="x", nbins=4); ax.grid(color=FAINT, lw=.6)
     axes[0, 0].set_ylabel("attention weight")
-    _legend(fig, [Line2D([], [], color=CYCLE[0], lw=1.4, label=f"the {K} active at the end (one colour each)"), Line2D([], [], color="#b5b5b0", lw=.7, label="inhibited")])
+    _legend(fig, [Line2D([], [], color=CYCLE[0], lw=1.6, label=f"the {K} active at the end (one colour each)"), Line2D([], [], color="#b5b5b0", lw=.7, label="inhibited")])
     return fig

@@ -219,6 +219,13 @@ def test_bad_own_pictures(pictures, spoil, words):
     refused(pictures, *words, name=f"folder:{pictures}/own")
 
 
+@pytest.mark.parametrize("name", ["folder:", "folder:\n"])
+def test_a_folder_needs_a_path(tmp_path, name):
+    for use in (prepare_bank, open_bank, check_bank, bank_dir):
+        with pytest.raises(AimError, match="write folder:PATH"): use(name, tmp_path/"data")
+    assert not (tmp_path/"data").exists()
+
+
 def test_glyphs_are_found_by_name(tmp_path, monkeypatch):
     toy = dict(images=np.arange(6*784, dtype=np.uint32).reshape(6, 28, 28, 1).astype(np.uint8), labels=[0, 0, 1, 1, 2, 2], split=[0, 1]*3, class_names=list("xyz"),
                splits=dict(train=[0], val=[1], test=[2]), source="toy")

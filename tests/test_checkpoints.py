@@ -3,6 +3,7 @@ import json, os, random, resource, signal, stat, struct, tempfile, time
 from pathlib import Path
 import pytest, torch
 from accidents import Child, counted, die, warm
+from aim_nb import checkpoints
 from aim_nb.checkpoints import Checkpoints, load_tensors, run_lock, save_tensors
 from aim_nb.core import AimError, torch_rng
 from aim_nb.loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop
@@ -118,6 +119,19 @@ def test_every_layout_comes_back(tmp_path):
     assert same(back, {k: v.detach() for k, v in tensors.items()}) and meta == {}
     assert all(back[k].dtype == v.dtype for k, v in tensors.items())
 
+def test_older_safetensors_will_do(tmp_path, monkeypatch):
+    "Before 0.8 an open file has no `get_tensors`."
+    class Old:
+        def __init__(self, *args): self.f = checkpoints_open(*args)
+        def __enter__(self): self.f.__enter__(); return self
+        def __exit__(self, *e): return self.f.__exit__(*e)
+        def __getattr__(self, name):
+            if name not in ("metadata", "keys", "get_tensor"): raise AttributeError(name)
+            return getattr(self.f, name)
+    checkpoints_open = checkpoints.safe_open
+    monkeypatch.setattr(checkpoints, "safe_open", Old)
+    assert same(load_tensors(save_tensors(tmp_path/"f", small()))[0], small())
+
 def test_a_save_is_synced_before_and_after_its_rename(tmp_path, monkeypatch):
     "A temporary file in the same folder, on the disk before it takes its name; then the folder."
     seen, sync, replace = [], os.fsync, os.replace
@@ -164,6 +178,25 @@ def test_a_read_only_folder_is_one_clear_error():
         finally:
             os.seteuid(me); os.chmod(folder, 0o755)
 
+def test_parts_of_other_machines_are_spared(tmp_path, monkeypatch):
+    "On a shared disk a process number says nothing about another machine's process."
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path))
+    records, writers = tmp_path/"records", {f"{checkpoints.HOST}-{os.getpid()}": True, f"{checkpoints.HOST}-{2**30}": False, f"far_away-{2**30}": True, f"far_away-{os.getpid()}": True}
+    records.mkdir()
+    for w in writers: (records/f".r-1.json.{w}.part").touch()
+    with Checkpoints(tmp_path/"checkpoints"/"run", {}).lock(): assert {w: (records/f".r-1.json.{w}.part").exists() for w in writers} == writers
+
+def test_a_write_on_another_machine_goes_on(tmp_path, monkeypatch):
+    "A run that starts here does not take away what a process of another machine is writing."
+    from aim_nb import core
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path))
+    monkeypatch.setattr(core, "HOST", "far_away"); monkeypatch.setattr(os, "getpid", lambda: 2**30)
+    with core.atomic_file(tmp_path/"records"/"r-1.json") as f:
+        f.write(b"half ")
+        with Checkpoints(tmp_path/"checkpoints"/"run", {}).lock(): pass
+        f.write(b"whole")
+    assert (tmp_path/"records"/"r-1.json").read_text() == "half whole"
+
 def test_another_identity_is_never_half_loaded(tmp_path):
     class Line:
         w = torch.zeros(2)
@@ -179,6 +212,25 @@ def test_another_identity_is_never_half_loaded(tmp_path):
     wider = Wider()
     with pytest.raises(AimError, match="w missing or of another shape"): run_loop(wider, 5, checkpoints=Checkpoints(tmp_path, dict(dataset="glyphs", aim=dict(M=32))))
     assert wider.w.tolist() == [0, 0, 0]
+
+def test_a_longer_training_is_not_advised_away(tmp_path):
+    "Fewer steps than are there: another folder comes first, and what --fresh would cost is said."
+    class Count:
+        def step(self, i): return dict(loss=1.)
+        def tensors(self): return dict(n=torch.tensor(0.))
+        def load(self, t): pass
+    files = Checkpoints(tmp_path, {})
+    run_loop(Count(), 5, checkpoints=files)
+    with pytest.raises(AimError, match=r"is at step 5 already, past the 3 asked for; .* set \$AIM_RUNS to another folder .*\(--fresh would delete the longer training\)\.$"): run_loop(Count(), 3, checkpoints=files)
+    assert files.latest().step == 5
+
+@pytest.mark.parametrize("kind, fused, where", [("Adam", True, "meta"), ("Adam", False, "cpu"), ("SGD", None, "meta")])
+def test_an_optimiser_is_put_back_where_its_parameters_are(kind, fused, where):
+    "The meta device stands in for a GPU: a fused Adam counts its steps there, a plain one on the CPU; a buffer of a single number moves, too."
+    opt = getattr(torch.optim, kind)([torch.empty((), device="meta")], lr=.1)
+    if fused: opt.param_groups[0]["fused"] = True  # asked for at once it wants a real device
+    load_optimizer(opt, {"opt.0.step" if kind == "Adam" else "opt.0.momentum_buffer": torch.tensor(3.)})
+    assert [v.device.type for v in opt.state[opt.param_groups[0]["params"][0]].values()] == [where]
 
 def test_fresh_starts_over(tmp_path, monkeypatch):
     from aim_nb import loop

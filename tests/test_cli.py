@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
+from aim_nb import cli, core
 from aim_nb.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,6 +116,15 @@ def test_missing_and_broken_notebooks(toy):
     assert files(toy) == before
 
 
+def test_a_default_that_is_no_literal_is_named(toy):
+    nb = nbformat.read(toy / "toy.ipynb", 4)
+    nb.cells[0].source += "\nrate = 10**-3"
+    nbformat.write(nb, toy / "own.ipynb")
+    before = files(toy)
+    assert "rate = 10**-3 is no plain value" in one_line(call("run", toy / "own.ipynb"))
+    assert files(toy) == before
+
+
 def test_a_place_that_cannot_be_written_is_named(toy, monkeypatch):
     (toy / "file").write_text("")
     monkeypatch.setenv("AIM_RUNS", str(toy / "file/runs"))
@@ -140,10 +150,60 @@ def test_every_experiment_can_be_planned(path, monkeypatch):
     assert "this notebook has" in one_line(call("run", path.stem, "-p", "no_such", "1"))
 
 
+REFUSED = [("20_fewshot", ("backbone", "resnet"), "choose one of conv4, wrn-28-10"), ("20_fewshot", ("methods", ""), "methods is empty; give at least one value"), ("20_fewshot", ("shots", ","), "shots is empty"),
+           ("20_fewshot", ("K", "40"), "K=40 mechanisms cannot be chosen out of M=32"), ("20_fewshot", ("steps", "-5"), "at least 1, or 0 for the budget's own"), ("20_fewshot", ("budget", "paper@0"), "at least 1"),
+           ("20_fewshot", ("budget", "paper@"), "at least 1"), ("20_fewshot", ("dataset", "folder:"), "folder:PATH"), ("20_fewshot", ("dataset", "glyphs,omniglot"), "choose one of"), ("20_fewshot", ("methods", "folder:x"), "choose one of sib"),
+           ("20_fewshot", ("shots", "0"), "n_shot=0"), ("20_fewshot", ("seeds", "first"), "separated by commas"), ("20_fewshot", ("decision", ""), "choose one of hard"), ("20_fewshot", ("data_root",), "data_root needs a value"),
+           ("21_fewshot_ablation", ("K_values", "8,40"), "K=40"), ("21_fewshot_ablation", ("decisions", "hard,firm"), "choose one of hard"), ("22_fewshot_activation", ("masks_of", "none"), "choose one of adapted, slow"),
+           ("30_continual", ("metatest_update", ""), "metatest_update is empty"), ("30_continual", ("steps", "-5"), "at least 1"), ("30_continual", ("rates", "9"), "1 to 7"), ("31_continual_activation", ("methods", "oml"), "choose one of oml+aim, anml+aim")]
+
+
+@pytest.mark.parametrize("flags", [("--dry-run",), ()], ids=["planned", "started"])
+@pytest.mark.parametrize("stem, pair, says", REFUSED, ids=[f"{s[:2]}-{'='.join(p)}" for s, p, _ in REFUSED])
+def test_what_could_not_run_is_refused_before_it_starts(stem, pair, says, flags, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(cli, "start", lambda *args: pytest.fail("it was started"))
+    assert says in one_line(call("run", stem, "-p", *pair, *flags))
+    assert files(tmp_path) == []
+
+
+def test_zero_steps_are_the_budgets_own(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert call("run", "20_fewshot", "-p", "steps", 0, "--dry-run").exit_code == 0
+    assert core.budget("quick", steps=0) == core.budget("quick")
+
+
+def test_a_notebook_that_only_has_the_name_of_an_experiment(toy):
+    (toy / "toy.ipynb").rename(toy / "20_fewshot.ipynb")
+    assert "another name" in one_line(call("run", toy / "20_fewshot.ipynb"))
+
+
+# without the extras
+
+def bare(*args, cwd):
+    "Call `aim-nb` where only the package's own requirements are installed."
+    code = ("import sys\nclass Absent:\n    def find_spec(self, name, path=None, target=None):\n"
+            "        if name.partition('.')[0] in ('matplotlib', 'seaborn', 'pandas', 'papermill', 'distributed', 'IPython'): raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+            "sys.meta_path.insert(0, Absent())\nfrom aim_nb.cli import main\nmain()")
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], cwd=cwd, text=True, capture_output=True)
+
+
+@pytest.mark.parametrize("line", ["report", "report --runs", "data prepare glyphs --root data", f"run {ROOT / 'nbs/20_fewshot.ipynb'}"])
+def test_without_the_extras_one_line_names_what_to_install(line, tmp_path):
+    assert "pip install 'aim_nb[notebooks]'" in one_line(bare(*line.split(), cwd=tmp_path))
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and not p.name.endswith(".lock")]
+
+
 # data and results
 
 def test_unknown_dataset(tmp_path):
     for command in ("prepare", "check"): assert "tigers" in one_line(call("data", command, "tigers", "--root", tmp_path / "data"))
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_folder_without_a_path(tmp_path):
+    for command in ("prepare", "check"): assert "write folder:PATH" in one_line(call("data", command, "folder:", "--root", tmp_path / "data"))
     assert not (tmp_path / "data").exists()
 
 
@@ -162,3 +222,4 @@ def test_keep_needs_records_and_filters(tmp_path, monkeypatch):
     monkeypatch.setenv("AIM_RUNS", str(tmp_path))
     assert "no record" in one_line(call("keep"))
     assert "field=value" in one_line(call("keep", "glyphs"))
+    assert "seed=--5" in one_line(call("keep", "seed=--5"))

@@ -5,13 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from aim_nb import evaluate_continual as ec, train_continual as tc
+from aim_nb import activation, evaluate_continual as ec, loop, train_continual as tc
 from aim_nb.aim import AIM, LinearTwin
 from aim_nb.anml import ANML, anml_loss
 from aim_nb.bank_sources import find_source
 from aim_nb.banks import bank_dir, open_bank
-from aim_nb.checkpoints import tensors_sha
-from aim_nb.core import CONTINUAL_METHODS, Budget, Protocol, torch_rng
+from aim_nb.checkpoints import shipped_record, tensors_sha
+from aim_nb.core import AimError, CONTINUAL_METHODS, Budget, Protocol, torch_rng
 from aim_nb.oml import OML, Tail, oml_loss
 from aim_nb.tables import variant
 from aim_nb.tasks import draw_trajectory
@@ -236,3 +236,64 @@ def test_which_weights_are_meta_tested(tmp_path, monkeypatch):
     assert best["metrics"]["best_step"] == last["metrics"]["best_step"] == 1 and best["history"] == last["history"] and len(set(seen)) == 2
     assert [tensors_sha(tc.load_continual(r)[0].state_dict()) for r in (best, last)] == seen
     assert variant(last) == "checkpoint=last" and not variant(best)
+
+# --- trainings of all lengths share a folder -----------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    "shared(steps): a tiny run whose validations get better step by step, or fall with the number of classes."
+    rising = itertools.count(1)
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path))
+    monkeypatch.setattr(tc, "validate_continual", lambda net, bank, norm, budget, *a: dict(accuracy=next(rising)/100 - budget.classes))
+    monkeypatch.setattr(tc, "metatest", lambda *a, **k: dict(accuracy=1., ci95=0.))
+    def run(steps, method="oml", classes=4, call=tc.run_continual, **kw):
+        b = Budget("tiny", "continual", steps=steps, val_every=1, width=4, runs=1, rates=1, rate_runs=1, classes=classes)
+        return call(dataset="glyphs", method=method, budget=b, M=6, K=2, l=1, inner=3, random=8, **kw)
+    return run
+
+def test_an_easier_validation_chooses_nothing_here(shared):
+    "Few classes are easily told apart: their score is not in the history of a run over more."
+    easy, hard = shared(1, classes=2), shared(2, classes=4)
+    assert [round(r["accuracy"]) for r in easy["history"]] == [-2] and [round(r["accuracy"]) for r in hard["history"]] == [-4, -4] and hard["metrics"]["best_step"] == 2
+    folder = lambda classes: tc.training_checkpoints(hard | dict(budget=hard["budget"] | dict(classes=classes))).dir.name
+    assert folder(0) == folder(50) == folder(100) and len({folder(n) for n in (0, 2, 49)}) == 3
+    assert tc.training_checkpoints(shipped_record("continual")).shipped().step == 300     # found by the name that its folder always had
+
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_weights_of_another_training_are_refused(shared, which):
+    short = shared(1, checkpoint=which)
+    mine = tensors_sha(tc.load_continual(short)[0].state_dict())
+    long = shared(2, checkpoint=which)
+    assert tensors_sha(tc.load_continual(long)[0].state_dict()) != mine
+    with pytest.raises(AimError, match=f"holds the weights of step 2 of another training, run {short['key']} has those of step 1; set .AIM_RUNS"): tc.load_continual(short)
+    again = shared(1, checkpoint=which, fresh=True)
+    assert tensors_sha(tc.load_continual(again)[0].state_dict()) == mine
+    with pytest.raises(AimError, match="holds the weights of step 1 of another training"): tc.load_continual(long)
+
+def test_a_shipped_model_stands_in_for_a_folder_of_another_training(monkeypatch, tmp_path):
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path))
+    rec = shipped_record("continual")
+    tc.training_checkpoints(rec).save_best(400, {"net.x": torch.ones(1)})
+    assert tc.saved_weights(rec, "best").step == rec["metrics"]["best_step"]
+
+def test_a_lost_log_costs_no_longer_training(shared):
+    short, long = shared(1, "oml+aim"), shared(2, "oml+aim")
+    ck = tc.training_checkpoints(long)
+    for r in (short, long): tc.log_path(r).unlink()
+    with pytest.raises(AimError, match=f"run {short['key']} has no log here, .* delete the longer training .* set .AIM_RUNS to another folder to train it again"):
+        shared(1, "oml+aim", call=activation.run_continual_with_log)
+    assert ck.latest().step == 2 and ck.best().step == 2
+    assert shared(2, "oml+aim", call=activation.run_continual_with_log)["key"] == long["key"] and tc.log_path(long).exists()
+
+def test_fresh_looks_at_the_mechanisms_again(shared, monkeypatch):
+    "Once for each record in a process, as the runs do."
+    rec, written = shared(1, "oml+aim"), []
+    save = activation.save_record
+    monkeypatch.setattr(activation, "save_record", lambda r: (written.append(r["key"]), save(r))[1])
+    first = activation.continual_activation(rec)
+    assert activation.continual_activation(rec)["created"] == first["created"] and len(written) == 1
+    monkeypatch.setenv("AIM_FRESH", "1"); monkeypatch.setattr(loop, "_begun", set())
+    for _ in range(2): activation.continual_activation(rec)
+    assert written == [first["key"]]*2
+    activation.continual_activation(rec, fresh=True)
+    assert len(written) == 3

@@ -178,6 +178,25 @@ def test_clear_errors():
     with pytest.raises(AimError, match="budget"): train_fewshot(world(), "sib", budget="endless")
 
 
+def test_fresh_looks_at_the_mechanisms_again(tmp_path, monkeypatch):
+    "Once for each record in a process, as the runs do."
+    from aim_nb import activation, loop
+    from aim_nb.records import new_record
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path))
+    run = new_record("fewshot", "glyphs", "sib+aim", 0, BUDGET, Protocol(), dict(backbone="conv4", n_shot=1, M=6, K=2, l=0), "0", dict(accuracy=50., ci95=1.))
+    log, looks = dict(step=np.arange(3), mask=np.full((3, 2, 6), .5), score=np.full((3, 2, 6), .5)), []
+    monkeypatch.setattr(activation, "validation_features", lambda *a: looks.append(1) or (None, None))
+    monkeypatch.setattr(activation, "slow_attention", lambda *a: (np.full((4, 6), .5), None))
+    monkeypatch.setattr(activation, "read_log", lambda r: (log, dict(classes=["a", "b"])))
+    for _ in range(2): activation.fewshot_activation(run)
+    assert len(looks) == 1                  # found
+    monkeypatch.setenv("AIM_FRESH", "1"); monkeypatch.setattr(loop, "_begun", set())
+    for _ in range(2): activation.fewshot_activation(run)
+    assert len(looks) == 2
+    activation.fewshot_activation(run, fresh=True)
+    assert len(looks) == 3
+
+
 def test_own_arrays_plug_in():
     rng = numpy_rng(0, "own")
     own = {s: (rng.normal(size=(6*25, 9)).astype(np.float32), np.repeat(np.arange(6), 25)) for s in ("train", "val", "test")}

@@ -110,5 +110,12 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     with pytest.raises(AimError, match=r"pip install 'aim_nb\[notebooks\]'"): glyphs.face_paths()
 
 
+def test_without_matplotlib_building_says_so():
+    code = ("import sys; sys.modules.update(dict.fromkeys(['matplotlib', 'matplotlib.ft2font']))\nfrom aim_nb import core, glyphs\n"
+            "try: glyphs.build_glyphs(bar=False)\nexcept core.AimError as e: print(e)")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "pip install 'aim_nb[notebooks]'" in said and len(said.splitlines()) == 1
+
+
 def test_other_fonts_are_refused(monkeypatch, classes):
     with pytest.raises(AimError, match="constraints.txt"): glyphs._fill(classes["val"][:10], 64, ["GREEK", "ARMENIAN"])

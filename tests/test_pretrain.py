@@ -116,6 +116,16 @@ def test_own_module_and_features(bank, tmp_path):
     assert before == ((tmp_path/"runs"/"features").stat().st_mtime_ns, f.sha)  # found, not made again
     assert feature_bank(net, bank, views=3, seed=1).sha != f.sha
 
+def test_own_module_is_left_as_it_was(bank):
+    "A copy of it is frozen."
+    own = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    net, info = pretrained_backbone(bank, own)
+    assert own.training and not hasattr(own, "d_out") and all(p.requires_grad for p in own.parameters())
+    assert not net.training and net.d_out == 4 and not any(p.requires_grad for p in net.parameters())
+    assert info["sha"] == pretrain.module_sha(own) == pretrain.module_sha(net)
+    with torch.no_grad(): own[0].weight.zero_()
+    assert net[0].weight.any()
+
 def test_an_episode_never_holds_two_views_of_an_image(bank):
     net, _ = pretrained_backbone(bank, torch.nn.Sequential(torch.nn.AvgPool2d(7), torch.nn.Flatten()))
     f = feature_bank(net, bank, views=4)
@@ -138,6 +148,24 @@ def test_a_full_disk_is_said_before_the_work(tmp_path):
         with pytest.raises(AimError, match="no room for features"): fill_array(tmp_path/"f", (1000, 2, 50), lambda a, b: pytest.fail("work was begun"))
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in (tmp_path/"f").iterdir()] == [".lock"]
+
+ones = lambda a, b: torch.ones(b - a, 1, 4)
+
+def test_features_where_space_cannot_be_reserved(tmp_path, monkeypatch):
+    "As on macOS."
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    assert (np.load(fill_array(tmp_path/"f", (300, 1, 4), ones)) == 1).all()
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system cannot reserve space")
+def test_a_stop_while_space_is_reserved_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
+    "The second call reserves it again."
+    reserved, reserve = [], os.posix_fallocate
+    def stopped(*args): raise KeyboardInterrupt
+    monkeypatch.setattr(os, "posix_fallocate", stopped)
+    with pytest.raises(KeyboardInterrupt): fill_array(tmp_path/"f", (300, 1, 4), ones)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *args: (reserved.append(args[-1]), reserve(*args)))
+    path = fill_array(tmp_path/"f", (300, 1, 4), ones)
+    assert reserved == [path.stat().st_size] and (np.load(path) == 1).all() and sorted(p.name for p in path.parent.iterdir()) == [".lock", "features.npy"]
 
 def test_damaged_features_are_refused(bank, tmp_path):
     net, _ = pretrained_backbone(bank, torch.nn.Sequential(torch.nn.AvgPool2d(7), torch.nn.Flatten()))

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -82,7 +83,10 @@ BAD = [('notebook = "20_fewshot', "is not TOML"), ('dataset = "glyphs"', "should
        ('notebook = "20_fewshot"\nsteps = "many"', "should be a whole number"), ('notebook = "20_fewshot"\nsteps = true', "should be a whole number"), ('notebook = "20_fewshot"\ndataset = ["glyphs", 3]', "should be a text"),
        ('notebook = "20_fewshot"\nseeds = []', "asks for nothing"), ('notebook = "20_fewshot"\nseeds = ["x"]', "separated by commas"), ('notebook = "20_fewshot"\nseeds = 1.5', "whole numbers"), ('notebook = "20_fewshot"\nmethods = "oml"', "choose one of sib"),
        ('notebook = "20_fewshot"\nbudget = "huge"', "choose one of"), ('notebook = "20_fewshot"\nbackbone = "vgg"', "choose one of"), ('notebook = "20_fewshot"\nK = 40', "K=40"), ('notebook = "20_fewshot"\nshots = 0', "at least 1"),
-       ('notebook = "30_continual"\nsteps = -5', "at least 1"), ('notebook = "30_continual"\nclasses = 1', "at least 2"), ('notebook = "30_continual"\nrates = 9', "1 to 7"), ('notebook = "30_continual"\nmetatest_update = ["head", "all"]', "choose one of head"), ('notebook = "20_fewshot"\nsteps = [1, [2]]', "should be a whole number")]
+       ('notebook = "30_continual"\nsteps = -5', "at least 1"), ('notebook = "30_continual"\nclasses = 1', "at least 2"), ('notebook = "30_continual"\nrates = 9', "1 to 7"), ('notebook = "30_continual"\nmetatest_update = ["head", "all"]', "choose one of head"), ('notebook = "20_fewshot"\nsteps = [1, [2]]', "should be a whole number"),
+       ('notebook = "20_fewshot"\nmethods = ""', "methods is empty"), ('notebook = "20_fewshot"\nshots = ["", ","]', "shots is empty"), ('notebook = "20_fewshot"\nmethods = "sib+linear"\nK = 40', "out of M=32"),
+       ('notebook = "20_fewshot"\nsteps = -5', "0 for the budget's own"), ('notebook = "30_continual"\nbudget = "paper@0"', "a number of steps of at least 1"), ('notebook = "20_fewshot"\ndataset = "folder:"', "folder:PATH"),
+       ('notebook = "31_continual_activation"\nmethods = "oml"', "choose one of oml+aim")]
 
 
 @pytest.mark.parametrize("text, says", BAD, ids=[s for _, s in BAD])
@@ -194,6 +198,33 @@ def test_failures_are_retried_reported_and_end_with_status_1(here, monkeypatch):
     assert failed.count("process ") == failed.count("Traceback (") == 2, "tried twice, with all of the error in the log"
     assert re.search(r"failed: features of folder:\S+few .*log: .*features-", done.output) and re.search(r"failed: folder:\S+few conv4 sib .*waits for features", done.output)
     assert [r["dataset"] for r in read_records(here / "runs/records")] == [enough], "the others are made"
+
+
+def test_two_views_of_one_backbone_do_not_stand_in_each_others_way(here, monkeypatch):
+    monkeypatch.setenv("AIM_DATA", str(here / "data"))
+    plan = write(here, notebook="20_fewshot", dataset=draw(here / "own", 16) + "@32", methods="sib", shots=1, budget=["quick", "paper-onecycle"], steps=2)
+    first, second = [j for j in sweep.jobs_of(sweep.survey(sweep.expand(plan), build=True)) if j.features]
+    assert sweep.backbone_of(first.run) == sweep.backbone_of(second.run) and first.key != second.key
+    assert (first.needs, second.needs) == ((), (first.key,)) and first.seconds > second.seconds == 0, "the second finds it trained"
+    done = call("sweep", plan, "--workers", 2, "--retries", 0)
+    assert done.exit_code == 0, done.output
+    assert len(read_records(here / "runs/records")) == 2
+
+
+def test_another_sweep_waits_for_the_backbone(here, monkeypatch):
+    "Two sweeps know nothing of each other's jobs; the lock on the disk keeps them apart."
+    run, inside, most = sweep.Run("fewshot", dict(dataset="glyphs", budget="smoke", method="sib", n_shot=1, seed=0, protocol={})), [], []
+
+    def busy(*args, **kw):
+        inside.append(1); most.append(len(inside)); time.sleep(.3); inside.pop()
+        return None, {}
+
+    monkeypatch.setattr(sweep, "pretrained_backbone", busy)
+    monkeypatch.setattr(sweep, "feature_bank", busy)
+    both = [threading.Thread(target=sweep.make_features, args=[r]) for r in (run, run._replace(settings=run.settings | dict(seed=1)))]
+    for t in both: t.start()
+    for t in both: t.join()
+    assert most == [1, 1, 1, 1]
 
 
 def free_port():

@@ -53,7 +53,7 @@ def main():
     except AimError as e: sys.exit(f"reproduce: {e}")
     began = time.time()
     failed = run(sorted((ROOT / "nbs").glob("[23][0-9]_*.ipynb")), args.dataset, args.budget)
-    records = read_records(records_dir(), kept_dir(), budget=args.budget, dataset={args.dataset, CONTINUAL.get(args.dataset, args.dataset)})
+    records = read_records(kept_dir(), records_dir(), budget=args.budget, dataset={args.dataset, CONTINUAL.get(args.dataset, args.dataset)})
     names, tables = write(records, runs_dir() / "figures"), write_tables(records, runs_dir() / "tables")
     print(report_text(records))
     print(f"reproduce: {len(records)} records, {len(tables)} files in tables/, {len(names)} figures, under {runs_dir()}, {spell(time.time() - began)}")
