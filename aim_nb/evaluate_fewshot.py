@@ -4,7 +4,7 @@
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #e1ae0daf
 from __future__ import annotations
-import copy
+import base64, copy
 from typing import NamedTuple
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from .fastweights import shared_weights, step_attention, step_output, support_st
 from .sib import SIBParams, cross_entropy_grad, plain_sib, sib_backward, sib_forward, sib_refine
 
 # %% auto #0
-__all__ = ['Score', 'evaluate_reference', 'ProductTable', 'Pairs', 'find_pairs', 'weighted_sum', 'Task', 'chunk_size', 'Use',
-           'evaluate']
+__all__ = ['Score', 'pack_hits', 'unpack_hits', 'evaluate_reference', 'ProductTable', 'Pairs', 'find_pairs', 'weighted_sum',
+           'Task', 'chunk_size', 'Use', 'evaluate']
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #52b1348b
 class Score(NamedTuple):
@@ -31,6 +31,18 @@ class Score(NamedTuple):
     @property
     def ci95(self): return float(1.96*self.accuracy.std(ddof=1)/np.sqrt(len(self.accuracy))) if len(self.accuracy) > 1 else 0.
     def summary(self) -> dict: return dict(accuracy=self.mean, ci95=self.ci95, episodes=len(self.accuracy))
+
+# %% ../nbs/15_evaluate_fewshot.ipynb #e6e8c10c
+def pack_hits(
+    accuracy, # (E,) percent
+    n,        # queries of an episode
+) -> str:
+    "How many queries were right in each episode, as text."
+    return base64.b64encode(np.rint(np.asarray(accuracy)*n/100).astype("u1" if n < 256 else "<u2").tobytes()).decode()
+
+def unpack_hits(text, n) -> np.ndarray:
+    "The accuracies, in percent, that `pack_hits` took."
+    return np.frombuffer(base64.b64decode(text), "u1" if n < 256 else "<u2")*100./n
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #e8b162dd
 def _dense(layer, weights, z, decision=None):

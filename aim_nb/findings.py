@@ -10,6 +10,7 @@ import numpy as np
 from . import activation, sweep, viz
 from .core import PAPER_LONG, content_key, project_root
 from .paper import FINE_RATES, Seeds, band_place, bands, budget_note, claim_verdict, claims, hyper, in_band, paper_cells, paper_labels, paper_table, paper_value, plain_method, plain_variant, reached, seed_summary
+from .reading import Asked, asked, difference_se
 from .records import IDENTITY, field, read_records, record_name
 from .tables import METHODS, ablation_table, common_training, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, training_of, variant
 
@@ -54,6 +55,7 @@ class Point(NamedTuple):
     where: dict  # task, dataset, method, budget, steps, width, other, and backbone, n_shot, n_classes, K, l, decision where they apply
     values: dict # metric -> Seeds
     keys: list   # of the records
+    asked: Asked|None = None # the test episodes of a few-shot point, where its records keep what each came to
 
 EFFORT = ("runs", "rates", "rate_runs")      # of a meta-test: moves the noise of a point, not what it measures
 
@@ -85,10 +87,10 @@ def points(records) -> list:
     for rec in sorted(records, key=effort):
         for extra, values in measured(rec):
             where = coordinates(rec) | extra
-            groups.setdefault(content_key(where), (where, {}))[1][rec["seed"]] = (values, rec["key"])
+            groups.setdefault(content_key(where), (where, {}))[1][rec["seed"]] = (values, rec)
     def point(where, seeds):
-        all_ = [values for values, _ in seeds.values()]
-        return Point(where, {k: seed_summary(*zip(*(v[k] for v in all_))) for k in all_[0] if all(k in v for v in all_)}, [key for _, key in seeds.values()])
+        all_, recs = ([s[i] for s in seeds.values()] for i in (0, 1))
+        return Point(where, {k: seed_summary(*zip(*(v[k] for v in all_))) for k in all_[0] if all(k in v for v in all_)}, [r["key"] for r in recs], asked(recs) if where["task"] == "fewshot" else None)
     return [point(*g) for g in groups.values()]
 
 # %% ../nbs/18_findings.ipynb #4a8a1756
@@ -166,7 +168,7 @@ def differences(pair, all_) -> list:
         q = partner(p, pair, all_) if pair.b else None
         if pair.b and q is None or pair.metric == "gap" and _worse(p, q): continue
         sides = [x.values[pair.metric] for x in (p, q) if x]
-        out.append((p, sides[0].mean - (sides[1].mean if q else 0.), math.sqrt(sum(se_of(s)**2 for s in sides)), min(s.n for s in sides)))
+        out.append((p, sides[0].mean - (sides[1].mean if q else 0.), difference_se(*sides, p.asked, q.asked) if q else se_of(*sides), min(s.n for s in sides)))
     return out
 
 # %% ../nbs/18_findings.ipynb #b220a7af
@@ -593,7 +595,7 @@ def switched(all_) -> list:
         q = next((q for q in all_ if q.where == p.where | {"other": ""}), None)
         if q is None: continue
         a, b = (x.values["accuracy"] for x in (p, q))
-        out.append((p, a.mean - b.mean, math.hypot(se_of(a), se_of(b)), min(a.n, b.n)))
+        out.append((p, a.mean - b.mean, difference_se(a, b, p.asked, q.asked), min(a.n, b.n)))
     return out
 
 def switch_lines(records) -> list:

@@ -5,12 +5,15 @@
 # %% ../nbs/17_reading.ipynb #7bd8d107
 from __future__ import annotations
 import math
+from typing import NamedTuple
+import numpy as np
 from .core import Budget, Protocol
+from .evaluate_fewshot import unpack_hits
 from .paper import hyper, paper_table, seed_summary
 from .tables import method_label
 
 # %% auto #0
-__all__ = ['why_not_comparable', 'banner', 'difference', 'judge', 'read_fewshot']
+__all__ = ['why_not_comparable', 'banner', 'Asked', 'asked', 'difference_se', 'difference', 'judge', 'read_fewshot']
 
 # %% ../nbs/17_reading.ipynb #b984db11
 def why_not_comparable(
@@ -39,12 +42,33 @@ def banner(
     return what + "\n" + ("comparable with the paper's figures" if not why else "NOT comparable with the paper's figures: " + "; ".join(why))
 
 # %% ../nbs/17_reading.ipynb #7c7ec731
+class Asked(NamedTuple):
+    "Test episodes and what they came to, mean over seeds."
+    episodes: tuple       # what decides which episodes they are
+    accuracy: np.ndarray  # (E,) percent
+
+def asked(records) -> Asked|None: # the seeds of one few-shot question
+    "The episodes of some records, if all of them keep what each came to."
+    known = {(r["dataset"], r["data_sha"], r["metrics"].get("episodes"), *(r["parameters"].get(k) for k in ("n_shot", "n_way", "n_query"))) for r in records}
+    if len(known) != 1 or not all("hits" in r["metrics"] for r in records): return None
+    return Asked(*known, np.mean([unpack_hits(r["metrics"]["hits"], r["parameters"]["n_way"]*r["parameters"]["n_query"]) for r in records], 0))
+
+def difference_se(
+    a, b,               # `Seeds` of two methods
+    of_a=None, of_b=None, # their episodes, as `asked`
+) -> float:
+    "Standard error of a - b: of the episodes, one by one where both were asked the same, and of the seeds."
+    same = of_a is not None and of_b is not None and of_a.episodes == of_b.episodes
+    noise = (of_a.accuracy - of_b.accuracy).var(ddof=1)/len(of_a.accuracy) if same else a.se**2 + b.se**2
+    return math.sqrt(noise + sum((c.sd or 0)**2/c.n for c in (a, b)))
+
+# %% ../nbs/17_reading.ipynb #26a3df5d
 def difference(
     a, b, # records (seeds) of two methods
 ) -> tuple:
     "a - b in points, and its 95 % half-width."
-    a, b = (seed_summary([r["metrics"]["accuracy"] for r in recs], [r["metrics"]["ci95"] for r in recs]) for recs in (a, b))
-    return a.mean - b.mean, 1.96*math.sqrt(sum(c.se**2 + (c.sd or 0)**2/c.n for c in (a, b)))
+    x, y = (seed_summary([r["metrics"]["accuracy"] for r in recs], [r["metrics"]["ci95"] for r in recs]) for recs in (a, b))
+    return x.mean - y.mean, 1.96*difference_se(x, y, asked(a), asked(b))
 
 def judge(d, half) -> str:
     "A difference in words."

@@ -16,7 +16,7 @@ from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import AimError, Budget, FEWSHOT_METHODS, Protocol, check_choice, content_key, pick_device, runs_dir, threads, torch_rng
 from .core import budget as named_budget
-from .evaluate_fewshot import evaluate
+from .evaluate_fewshot import evaluate, pack_hits
 from .fused import block_length, episodes, moving_queries
 from .loop import load_module, module_tensors, run_loop, wants_fresh
 from .paper import hyper
@@ -248,7 +248,7 @@ def score_last_and_best(trainee, history, checkpoints, episodes, decision=None) 
         trainee.load_weights(checkpoints.best().tensors if checkpoints else trainee.best[1])
         best = trainee.score("test", episodes, decision)
     best = best or last
-    return dict(accuracy=best.mean, ci95=best.ci95, accuracy_last=last.mean, ci95_last=last.ci95, episodes=len(best.accuracy),
+    return dict(accuracy=best.mean, ci95=best.ci95, accuracy_last=last.mean, ci95_last=last.ci95, episodes=len(best.accuracy), hits=pack_hits(best.accuracy, episodes.query[0].size),
                 val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"], best_step=history.best_step)
 
 def model_metrics(trainee) -> dict:

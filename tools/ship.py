@@ -17,18 +17,24 @@ SAME = .05 # points of accuracy: what a table with one decimal does not show
 LIMIT = 20e6 # bytes of all shipped files
 
 
-def fewshot_test(record):
-    "tensors -> accuracy on the record's own test episodes."
+def fewshot_again(record):
+    "Layer and head of a record, and a function that asks them the record's own test episodes: a `Score`."
     q, b, protocol = record["parameters"], Budget(**record["budget"]), Protocol(**record["protocol"])
     bank, (layer, head) = activation.bank_of(record), train_fewshot.load_fewshot(record)
     net, _ = pretrained_backbone(bank, q["backbone"], b, seed=q["backbone_seed"])
     features = feature_bank(net, bank, ("test",))
     episodes = train_fewshot.fixed_episodes(features, "test", b.test_episodes, q["n_way"], q["n_shot"], q["n_query"])
+    ways = dict(adapt=protocol.adapt and record["method"] != "sib", lr=train_fewshot.paper_rates().nu_in, decision="soft" if protocol.decision == "soft-test" else None)
+    return layer, head, lambda: evaluate(layer, head, features.tensor("test"), episodes, **ways)
+
+
+def fewshot_test(record):
+    "tensors -> accuracy on the record's own test episodes."
+    layer, head, ask = fewshot_again(record)
 
     def test(tensors):
         for module, prefix in ((layer, "layer."), (head, "head.")): load_module(module, tensors, prefix)
-        decision = "soft" if protocol.decision == "soft-test" else None
-        return evaluate(layer, head, features.tensor("test"), episodes, adapt=protocol.adapt, lr=train_fewshot.paper_rates().nu_in, decision=decision).mean
+        return ask().mean
     return test
 
 
