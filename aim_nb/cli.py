@@ -294,10 +294,11 @@ def run(
 # %% ../nbs/19_cli.ipynb #66a14bdc
 def start(path, out, values, fresh=False):
     "Execute a notebook and print what came of it."
+    from aim_nb.core import LARGE_PAGES
     began, stem = time.time(), path.stem
     settings = " ".join(f"{k}={v}" for k, v in values.items()) or "with its defaults"
     say(f"running {stem} {settings}")
-    os.environ.update({"AIM_FRESH": "1"} if fresh else {}, **{"AIM_LIVE": str(int(sys.stderr.isatty()))}) # the kernel inherits them
+    os.environ.update({"GLIBC_TUNABLES": LARGE_PAGES, **os.environ}, AIM_LIVE=str(int(sys.stderr.isatty())), **{"AIM_FRESH": "1"} if fresh else {}) # the kernel inherits them
     nb = execute(path, out, values)
     picture = save_picture(nb, out)
     if text := summary(nb): typer.echo(text)

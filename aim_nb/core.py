@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['HOST', 'SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'CHECKPOINTS', 'BUDGETS', 'PAPER_LONG',
-           'QUICK', 'AimError', 'check_choice', 'words', 'numbers', 'project_root', 'runs_dir', 'data_root', 'in_test',
-           'atomic_file', 'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng',
-           'worker_env', 'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device', 'progress', 'Protocol',
-           'Budget', 'budget']
+__all__ = ['HOST', 'LARGE_PAGES', 'SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'CHECKPOINTS', 'BUDGETS',
+           'PAPER_LONG', 'QUICK', 'AimError', 'check_choice', 'words', 'numbers', 'project_root', 'runs_dir',
+           'data_root', 'in_test', 'atomic_file', 'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng',
+           'numpy_rng', 'worker_env', 'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device', 'progress',
+           'Protocol', 'Budget', 'budget']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -129,12 +129,14 @@ def numpy_rng(*keys) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(key_seed(*keys)))
 
 # %% ../nbs/00_core.ipynb #a926de83
+LARGE_PAGES = "glibc.malloc.hugetlb=1"   # of $GLIBC_TUNABLES, read as a process starts
+
 def worker_env(
     threads=1, # torch threads of the worker
 ) -> dict:
-    "The environment for a worker or background run: few threads, and no spinning while they wait."
+    "The environment for a worker or background run: few threads, no spinning while they wait, large pages of memory."
     n = str(threads)
-    return {**os.environ, "OMP_NUM_THREADS": n, "MKL_NUM_THREADS": n, "OPENBLAS_NUM_THREADS": n, "OMP_WAIT_POLICY": "PASSIVE"}
+    return {"GLIBC_TUNABLES": LARGE_PAGES, **os.environ, "OMP_NUM_THREADS": n, "MKL_NUM_THREADS": n, "OPENBLAS_NUM_THREADS": n, "OMP_WAIT_POLICY": "PASSIVE"}
 
 def use_threads(n=0) -> int:
     "Set torch's threads (0 leaves them) and return how many there are."

@@ -482,12 +482,16 @@ class Store:
         warnings.warn(f"{self.path} is damaged or belongs to other weights; its trajectories are run again.")
         return {}
 
-    def __contains__(self, name): return name in self.done
-    def __getitem__(self, name): return Outcome(*self.done[name])
+    def find(self, name, ns) -> Outcome|None:
+        "The outcome of a trajectory at `ns`, if it was looked at there, and perhaps elsewhere, on its way to the same end."
+        for key, (train, test, ages) in self.done.items():
+            of, _, at = key.rpartition(" at ")
+            at = [*map(int, at.split(","))] if of == name else [0]
+            if at[-1] == ns[-1] and set(ns) <= set(at): return Outcome(*([acc[at.index(n)] for n in ns] for acc in (train, test)), ages)
 
-    def add(self, outcomes):
-        "Keep a dictionary of outcomes."
-        self.done.update({k: list(v) for k, v in outcomes.items()})
+    def add(self, outcomes, ns):
+        "Keep outcomes by trajectory, looked at at `ns`."
+        self.done.update({f"{name} at {','.join(map(str, ns))}": list(o) for name, o in outcomes.items()})
         if self.path: atomic_write(self.path, json.dumps(dict(of=self.of, done=self.done)))
 
 # %% ../nbs/15_evaluate_continual.ipynb #eb9049b4
@@ -548,14 +552,14 @@ class MetaTest(Setting):
 
     def outcomes(self, stream, jobs, ns, desc="meta-test") -> dict:
         "Outcomes by job, from the store or run now, as many together as `group` allows."
-        name = lambda job: f"{self.update} {stream} rate {job[0]:g} trajectory {job[1]} at {','.join(map(str, ns))}"
-        todo, fc = [j for j in jobs if name(j) not in self.store], self.net.tail.fc
+        name = lambda job: f"{self.update} {stream} rate {job[0]:g} trajectory {job[1]}"
+        todo, fc = [j for j in jobs if not self.store.find(name(j), ns)], self.net.tail.fc
         size = max(1, int(self.group*1e6/(16*fc.weight.numel()))) if self.update == "head" else 1
         with evaluating(self.net):
             for i in range(0, len(todo), size):
                 part = todo[i:i + size]
-                self.store.add(dict(zip(map(name, part), self.run(stream, part, ns, f"{desc} {i + len(part)}/{len(todo)}"))))
-        return {j: self.store[name(j)] for j in jobs}
+                self.store.add(dict(zip(map(name, part), self.run(stream, part, ns, f"{desc} {i + len(part)}/{len(todo)}"))), ns)
+        return {j: self.store.find(name(j), ns) for j in jobs}
 
 # %% ../nbs/15_evaluate_continual.ipynb #d04722fd
 def search(
@@ -572,7 +576,8 @@ def rate_scores(mt:MetaTest, ns, rates, runs, stream="test") -> dict:
     if rate_on_test_images(mt.protocol): return search(mt, stream, ns, rates, runs)
     small = [n for n in ns if n <= mt.available("val")]
     large = [n for n in ns if n not in small]
-    return (search(mt, "val", small, rates, runs) if small else {}) | (search(mt, stream, large, rates, runs, "train") if large else {})
+    train = search(mt, stream, ns, rates, runs, "train") if large else {}      # looked at everywhere: the runs may use them
+    return (search(mt, "val", small, rates, runs) if small else {}) | {n: train[n] for n in large}
 
 def choose_rates(scores, protocol=Protocol()) -> dict:
     "A rate for each n."

@@ -10,7 +10,7 @@ import numpy as np
 from . import activation, sweep, viz
 from .core import PAPER_LONG, content_key, project_root
 from .paper import FINE_RATES, Seeds, band_place, bands, budget_note, claim_verdict, claims, hyper, in_band, paper_cells, paper_labels, paper_table, paper_value, plain_method, plain_variant, reached, seed_summary
-from .reading import Asked, asked, difference_se
+from .reading import EpisodeScores, asked, difference_se
 from .records import IDENTITY, field, read_records, record_name
 from .tables import METHODS, ablation_table, common_training, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, training_of, variant
 
@@ -55,7 +55,7 @@ class Point(NamedTuple):
     where: dict  # task, dataset, method, budget, steps, width, other, and backbone, n_shot, n_classes, K, l, decision where they apply
     values: dict # metric -> Seeds
     keys: list   # of the records
-    asked: Asked|None = None # the test episodes of a few-shot point, where its records keep what each came to
+    asked: EpisodeScores|None = None # the test episodes of a few-shot point, where its records keep what each came to
 
 EFFORT = ("runs", "rates", "rate_runs")      # of a meta-test: moves the noise of a point, not what it measures
 

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from .backbones import make_backbone
 from .checkpoints import load_tensors, run_checkpoints, run_lock, save_tensors, tensors_sha
-from .core import AimError, Budget, atomic_write, budget as named_budget, check_choice, content_key, numpy_rng, progress, runs_dir, torch_rng
+from .core import AimError, Budget, atomic_write, budget as named_budget, check_choice, content_key, keep_memory, numpy_rng, progress, runs_dir, torch_rng
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .tasks import draw_episodes, eval_view, input_shape, normaliser, policy, train_view
 
@@ -343,6 +343,7 @@ def fill_array(
     every=20, # seconds between notes of how far it is
 ) -> Path:
     "Fill a float32 array on disk, going on where a killed run stopped."
+    keep_memory()
     done, note, at = folder/"features.npy", folder/"done.json", 0
     with run_lock(folder):
         if done.exists(): return done

@@ -13,7 +13,7 @@ from .paper import hyper, paper_table, seed_summary
 from .tables import method_label
 
 # %% auto #0
-__all__ = ['why_not_comparable', 'banner', 'Asked', 'asked', 'difference_se', 'difference', 'judge', 'read_fewshot']
+__all__ = ['why_not_comparable', 'banner', 'EpisodeScores', 'asked', 'difference_se', 'difference', 'judge', 'read_fewshot']
 
 # %% ../nbs/17_reading.ipynb #b984db11
 def why_not_comparable(
@@ -42,16 +42,16 @@ def banner(
     return what + "\n" + ("comparable with the paper's figures" if not why else "NOT comparable with the paper's figures: " + "; ".join(why))
 
 # %% ../nbs/17_reading.ipynb #7c7ec731
-class Asked(NamedTuple):
+class EpisodeScores(NamedTuple):
     "Test episodes and what they came to, mean over seeds."
     episodes: tuple       # what decides which episodes they are
     accuracy: np.ndarray  # (E,) percent
 
-def asked(records) -> Asked|None: # the seeds of one few-shot question
+def asked(records) -> EpisodeScores|None: # the seeds of one few-shot question
     "The episodes of some records, if all of them keep what each came to."
     known = {(r["dataset"], r["data_sha"], r["metrics"].get("episodes"), *(r["parameters"].get(k) for k in ("n_shot", "n_way", "n_query"))) for r in records}
     if len(known) != 1 or not all("hits" in r["metrics"] for r in records): return None
-    return Asked(*known, np.mean([unpack_hits(r["metrics"]["hits"], r["parameters"]["n_way"]*r["parameters"]["n_query"]) for r in records], 0))
+    return EpisodeScores(*known, np.mean([unpack_hits(r["metrics"]["hits"], r["parameters"]["n_way"]*r["parameters"]["n_query"]) for r in records], 0))
 
 def difference_se(
     a, b,               # `Seeds` of two methods

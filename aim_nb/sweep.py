@@ -415,8 +415,9 @@ def local_cluster(workers):
     "A client of processes on this machine."
     d = need_distributed()
     from dask import config
-    with config.set({"distributed.worker.profile.enabled": False}), \
-         d.LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None, memory_limit=0, env=worker_env(1), silence_logs="ERROR") as cluster, d.Client(cluster) as client: yield client
+    env = worker_env(1)      # dask sets it once a worker runs, which is too late for the C library
+    with config.set({"distributed.worker.profile.enabled": False, "distributed.nanny.pre-spawn-environ.GLIBC_TUNABLES": env["GLIBC_TUNABLES"]}), \
+         d.LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address="127.0.0.1:0", memory_limit=0, env=env, silence_logs="ERROR") as cluster, d.Client(cluster) as client: yield client
 
 # %% ../nbs/19_sweep.ipynb #313305ec
 @contextlib.contextmanager

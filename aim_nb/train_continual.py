@@ -23,10 +23,10 @@ from .records import find_record, new_record, save_record
 from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['USUAL_NORM', 'METATEST', 'moved', 'make_continual', 'ContinualModel', 'ContinualValidated', 'ContinualTrainee',
-           'relevant', 'continual_identity', 'training_checkpoints', 'continual_budget', 'sizes', 'aim_twin',
-           'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual', 'saved_weights',
-           'load_continual', 'describe_continual', 'read_continual']
+__all__ = ['USUAL_NORM', 'METATEST', 'LEARNS', 'moved', 'make_continual', 'ContinualModel', 'ContinualValidated',
+           'ContinualTrainee', 'relevant', 'continual_identity', 'training_checkpoints', 'continual_budget', 'sizes',
+           'aim_twin', 'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual',
+           'saved_weights', 'load_continual', 'describe_continual', 'read_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
 USUAL_NORM = "instance"   # of continual runs
@@ -295,6 +295,8 @@ def describe_continual(
     return "\n".join(lines + banners(protocol, dataset))
 
 # %% ../nbs/16_train_continual.ipynb #5d4b8584
+LEARNS = dict(head="only the output layer learns", fast="all fast weights learn")      # at meta-test
+
 def _at_end(record): return np.mean(record["metrics"]["test"], 0)[-1]
 
 def _one_method(recs):
@@ -302,7 +304,7 @@ def _one_method(recs):
     m = recs[0]["metrics"]
     acc, gone, kept = (np.mean(v) for v in ([_at_end(r) for r in recs], [r["metrics"]["forgetting"] for r in recs], [np.mean(r["metrics"]["train"], 0)[-1] for r in recs]))
     age = f"the first quarter of the classes stands {gone:.1f} points behind the last" if gone > 0 else f"the first quarter of the classes does not stand behind the last ({abs(gone):.1f} points ahead)"
-    return f"- **{recs[0]['method']}** ({dict(head='only the output layer learns', fast='all fast weights learn')[m['update']]}): {acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from after {m['n_classes'][-1]} classes; {age}."
+    return f"- **{recs[0]['method']}** ({LEARNS[m['update']]}): {acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from after {m['n_classes'][-1]} classes; {age}."
 
 def read_continual(
     records, # of one dataset and budget

@@ -95,6 +95,8 @@ def _legend(fig, handles, columns=None):
     "A legend below the panels, never over data."
     if handles: fig.legend(handles=handles, loc="outside lower center", ncols=columns or len(handles))
 
+def _whole(): return MaxNLocator(integer=True, steps=[1, 2, 5, 10])      # ticks for numbers of classes
+
 # %% ../nbs/17_viz.ipynb #f7aff841
 @styled
 def fewshot_figure(
@@ -164,7 +166,7 @@ def accuracy_trajectories(
         s, ax = METHOD_STYLE[method], axes[0, 0]
         ax.plot(c["n"], c["test"].mean(0), **s | {"linestyle": "-"}); ax.plot(c["n"], c["train"].mean(0), color=s["color"], ls="--", lw=1)
         ax.fill_between(c["n"], c["test"].mean(0) - c["test"].std(0), c["test"].mean(0) + c["test"].std(0), color=s["color"], alpha=.15, lw=0)
-    axes[0, 0].set(xlabel="classes learnt", ylabel="accuracy, %", xlim=(0, 1.05*max(max(c["n"]) for c in curves.values())), ylim=(0, 102), title=title); axes[0, 0].grid(color=FAINT, lw=.6); axes[0, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0, 0].set(xlabel="classes learnt", ylabel="accuracy, %", xlim=(0, 1.05*max(max(c["n"]) for c in curves.values())), ylim=(0, 102), title=title); axes[0, 0].grid(color=FAINT, lw=.6); axes[0, 0].xaxis.set_major_locator(_whole())
     if theirs: _paper_panel(axes[0, 1], dataset, curves)
     kinds = [Line2D([], [], color=INK, ls=l, label=t) for l, t in (("-", "test"), ("--", "train"))]
     _legend(fig, [Line2D([], [], **METHOD_STYLE[m] | {"linestyle": "-"}, label=method_label(m)) for m in curves] + kinds)
@@ -188,7 +190,7 @@ def forgetting_curves(
     (fig, ax), most = plt.subplots(figsize=(6, 3.4), layout="constrained"), max(map(len, [*ages.values(), *fast.values()]))
     for of, ls in ((ages, "-"), (fast, "--")):
         for m in (m for m in METHODS if m in of): ax.plot(*smoothed(of[m]), color=METHOD_STYLE[m]["color"], ls=ls, label=method_label(m) + (", all fast weights move" if of is fast else "") + (f" ({len(of[m])} classes in all)" if len(of[m]) < most else ""))
-    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title); ax.set_xlim(left=0); ax.grid(color=FAINT, lw=.6); ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title); ax.set_xlim(left=0); ax.grid(color=FAINT, lw=.6); ax.xaxis.set_major_locator(_whole())
     _legend(fig, ax.get_legend_handles_labels()[0], columns=3)
     return fig
 
