@@ -174,9 +174,10 @@ def test_rates_are_chosen_without_test_images(bank):
     class Spy(ec.MetaTest):
         def outcomes(self, stream, jobs, ns, desc=""):
             calls.append((stream, tuple(ns)))
-            return {(r, i): ec.Outcome([r*1e4]*len(ns), [-r*1e4 if stream != "val" else r*1e4]*len(ns), []) for r, i in jobs}
+            own = 1 if stream == "val" else -1      # what is seen of test classes would choose the other rate: on test images, and on any image where there are enough validation classes
+            return {(r, i): ec.Outcome([r*1e4 if n > 5 else own*r*1e4 for n in ns], [own*r*1e4]*len(ns), []) for r, i in jobs}
     spy = Spy(None, bank, NORM)
-    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 5, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {1e-3} and calls == [("val", (3, 5)), ("test", (8,))]
+    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 5, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {1e-3} and sorted(calls) == [("test", (3, 5, 8)), ("val", (3, 5))]
     spy = Spy(None, bank, NORM, Protocol(metatest_rate="release"))
     assert set(ec.choose_rates(ec.rate_scores(spy, (3, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {1e-4}      # the release looks at the test images
 
@@ -194,6 +195,16 @@ def test_metrics_of_a_meta_test(bank, trajectories, tmp_path):
     m = ec.metatest(net, bank, NORM, **kw, store=tmp_path/"store.json")
     assert np.shape(m["test"]) == np.shape(m["train"]) == (2, len(m["n_classes"])) and len(m["by_age"]) == m["n_classes"][-1] == 10
     assert m["accuracy"] == pytest.approx(np.mean(m["test"], 0)[-1], abs=1e-3) and m == ec.metatest(net, bank, NORM, **kw, store=tmp_path/"store.json") == ec.metatest(net, bank, NORM, **kw)
+
+def test_the_runs_use_the_trajectories_of_the_search_for_rates(bank, monkeypatch):
+    "Each trajectory that goes to the end is run once, and an outcome that is used again is the one of a run of its own."
+    ran, run = [], ec.MetaTest.run
+    monkeypatch.setattr(ec.MetaTest, "run", lambda self, stream, jobs, ns, desc: ran.extend((stream, j, max(ns)) for j in jobs) or run(self, stream, jobs, ns, desc))
+    net, b = OML((1, 28, 28), 20, width=4, generator=torch_rng(1)), Budget("smoke", "continual", 0, 0, runs=3, rates=2, rate_runs=2, classes=10)
+    m = ec.metatest(net, bank, NORM, Protocol(), b, seed=3)
+    assert len(ran) == len(set(ran)) and sum(s == "test" and end == 10 for s, _, end in ran) == 5      # two rates x two trajectories, and the third run
+    last = ec.MetaTest(net, bank, NORM, Protocol(), seed=3).outcomes("test", [(m["rates"][-1], i) for i in range(3)], [10])
+    assert [row[-1] for row in m["test"]] == [round(o.test[0], 3) for o in last.values()]
 
 # --- meta-training -------------------------------------------------------------------------------------------------------------------------
 
