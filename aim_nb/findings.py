@@ -612,11 +612,12 @@ HELD, NOT_HELD, MIXED, UNTESTED, SO_FAR = "Held", "Did not hold", "Mixed or unde
 BOXES = (HELD, NOT_HELD, HELD + SO_FAR, NOT_HELD + SO_FAR, MIXED, UNTESTED)
 
 def box(verdicts) -> str:
-    "The box for the verdicts of a claim's settings that count."
-    words = [v.split()[0] for v in verdicts]
+    "The box for the verdicts of a claim's settings that count; trainings shorter than the paper's decide only where there are no others."
+    long = [v for v in verdicts if "so far" not in v]
+    words = [v.split()[0] for v in long or verdicts]
     most = lambda word, never: 2*words.count(word) > len(words) and never not in words
     word = HELD if most("supported", "contradicted") else NOT_HELD if most("contradicted", "supported") else MIXED if words else UNTESTED
-    return word + SO_FAR if word in (HELD, NOT_HELD) and any("so far" in v for v in verdicts) else word
+    return word + SO_FAR if word in (HELD, NOT_HELD) and not long else word
 
 def _right(records):
     "A function that tells whether the plain method behind a row of `claim_rows` is right at that budget."
