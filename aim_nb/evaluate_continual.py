@@ -497,10 +497,10 @@ class Store:
 # %% ../nbs/15_evaluate_continual.ipynb #eb9049b4
 @contextlib.contextmanager
 def evaluating(net):
-    "The network in evaluation mode, then as it was: AIM takes its best K."
-    was = net.training; net.eval()
+    "The network in evaluation mode, then as it was: AIM takes its best K. Numbers below 1e-38 count as zero meanwhile."
+    was = net.training; net.eval(); torch.set_flush_denormal(True)
     try: yield net
-    finally: net.train(was)
+    finally: net.train(was); torch.set_flush_denormal(False)
 
 class Setting:
     "One network, one bank, and the trajectories it will meet there."
