@@ -160,6 +160,7 @@ def share_out(fn, jobs, n=1): # function, list of its arguments' tuples
     shares = list(_crew(n, os.getpid()).map(lambda k: [fn(*job) for job in jobs[k::n]], range(n)))
     return [shares[i % n][i//n] for i in range(len(jobs))]
 
+# %% ../nbs/00_core.ipynb #10dc8679
 @functools.cache
 def keep_memory() -> bool:
     "Have the C library keep freed memory for the next step; returns whether it could be asked (glibc)."
