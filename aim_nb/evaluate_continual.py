@@ -576,8 +576,9 @@ def rate_scores(mt:MetaTest, ns, rates, runs, stream="test") -> dict:
     if rate_on_test_images(mt.protocol): return search(mt, stream, ns, rates, runs)
     small = [n for n in ns if n <= mt.available("val")]
     large = [n for n in ns if n not in small]
+    val = search(mt, "val", small, rates, runs) if small else {}
     train = search(mt, stream, ns, rates, runs, "train") if large else {}      # looked at everywhere: the runs may use them
-    return (search(mt, "val", small, rates, runs) if small else {}) | {n: train[n] for n in large}
+    return val | {n: train[n] for n in large}
 
 def choose_rates(scores, protocol=Protocol()) -> dict:
     "A rate for each n."
