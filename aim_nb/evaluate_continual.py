@@ -4,7 +4,7 @@
 
 # %% ../nbs/15_evaluate_continual.ipynb #ce6baf27
 from __future__ import annotations
-import contextlib, copy, functools, json, math, statistics, warnings
+import contextlib, copy, functools, json, math, statistics, time, warnings
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
@@ -407,7 +407,7 @@ class AdamP:
     "ANML's P under Adam, one image a step; NM's gate is given."
     def __init__(self, p, fast_set, lr):
         self.fast = (FastP if fast_set == "paper" else FastLastNorm)(p, lr)
-        self.opt = torch.optim.Adam(self.fast.fast.values(), lr=lr)
+        self.opt = torch.optim.Adam(self.fast.fast.values(), lr=lr, fused=True)
 
     def __call__(self, x): return self.fast(x if isinstance(self.fast, FastP) else self.fast.below(x).detach())
 
@@ -468,19 +468,19 @@ def best_mode(scores):
 
 # %% ../nbs/15_evaluate_continual.ipynb #9e36ef05
 class Store:
-    "Finished outcomes by name, on disk where a path is given."
-    def __init__(self, path=None, of=""):   # of: the hash of the weights that they belong to
-        self.path, self.of, self.done = path and Path(path), of, {}
-        if self.path and self.path.exists(): self.done = self.read()
+    "Finished outcomes of a network by name and the seconds they took, on disk where a path is given."
+    def __init__(self, path=None, net=None):
+        self.path, self.of, self.done, self.seconds = path and Path(path), "" if net is None else tensors_sha(net.state_dict()), {}, 0.
+        if self.path and self.path.exists(): self.done, self.seconds = self.read()
 
-    def read(self) -> dict:
-        "What the file holds; nothing, and a word about it, if it is damaged or another network's."
+    def read(self) -> tuple:
+        "Outcomes and seconds in the file; none, and a word about it, if it is damaged or another network's."
         try:
             found = json.loads(self.path.read_text())
-            if found["of"] == self.of: return {k: list(Outcome(*v)) for k, v in found["done"].items()}
+            if found["of"] == self.of: return {k: list(Outcome(*v)) for k, v in found["done"].items()}, float(found.get("seconds", 0))
         except (ValueError, TypeError, KeyError, AttributeError): pass
         warnings.warn(f"{self.path} is damaged or belongs to other weights; its trajectories are run again.")
-        return {}
+        return {}, 0.
 
     def find(self, name, ns) -> Outcome|None:
         "The outcome of a trajectory at `ns`, if it was looked at there, and perhaps elsewhere, on its way to the same end."
@@ -489,10 +489,11 @@ class Store:
             at = [*map(int, at.split(","))] if of == name else [0]
             if at[-1] == ns[-1] and set(ns) <= set(at): return Outcome(*([acc[at.index(n)] for n in ns] for acc in (train, test)), ages)
 
-    def add(self, outcomes, ns):
+    def add(self, outcomes, ns, seconds=0.):
         "Keep outcomes by trajectory, looked at at `ns`."
         self.done.update({f"{name} at {','.join(map(str, ns))}": list(o) for name, o in outcomes.items()})
-        if self.path: atomic_write(self.path, json.dumps(dict(of=self.of, done=self.done)))
+        self.seconds += seconds
+        if self.path: atomic_write(self.path, json.dumps(dict(of=self.of, seconds=self.seconds, done=self.done)))
 
 # %% ../nbs/15_evaluate_continual.ipynb #eb9049b4
 @contextlib.contextmanager
@@ -508,12 +509,12 @@ class Setting:
         net, bank, norm,      # norm: (mean, std) of the inputs
         protocol=Protocol(), update="", # "" | head | fast: what moves ("": as the protocol says)
         seed=0, n_train=30,   # at most so many images a class
-        store=None,           # path for finished trajectories
+        store=None,           # Store of finished trajectories
         device="cpu",
         group=20):            # MB of output layers and moments that advance together: more than the cache holds is slower
         self.net, self.bank, self.norm, self.protocol, self.seed, self.device, self.group = net, bank, norm, protocol, seed, device, group
         self.update, self.n_train, self.cache = update or protocol.metatest_update, n_train, None
-        self.store = Store(store, tensors_sha(net.state_dict()) if store else "")
+        self.store = store or Store()
 
     def rows(self, stream): return metatest_rows(self.bank, self.protocol.protocol, "val" if stream == "val" else "test")
     def available(self, stream): return len(self.rows(stream)[0])
@@ -557,8 +558,9 @@ class MetaTest(Setting):
         size = max(1, int(self.group*1e6/(16*fc.weight.numel()))) if self.update == "head" else 1
         with evaluating(self.net):
             for i in range(0, len(todo), size):
-                part = todo[i:i + size]
-                self.store.add(dict(zip(map(name, part), self.run(stream, part, ns, f"{desc} {i + len(part)}/{len(todo)}"))), ns)
+                part, start = todo[i:i + size], time.monotonic()
+                done = self.run(stream, part, ns, f"{desc} {i + len(part)}/{len(todo)}")
+                self.store.add(dict(zip(map(name, part), done)), ns, time.monotonic() - start)
         return {j: self.store.find(name(j), ns) for j in jobs}
 
 # %% ../nbs/15_evaluate_continual.ipynb #d04722fd
@@ -609,7 +611,8 @@ def metatest(
     protocol=Protocol(),
     budget:Budget=None,   # runs, rates, rate_runs, classes
     seed=0, update="",    # "" | head | fast
-    store=None, device="cpu",
+    store=None,           # Store of finished trajectories
+    device="cpu",
 ) -> dict:
     "Search the rates, run the trajectories: metrics of a record."
     for b in banners(protocol, bank.name): print(b)

@@ -192,9 +192,12 @@ def test_metrics_of_a_meta_test(bank, trajectories, tmp_path):
     net = OML((1, 28, 28), 20, "aim", width=4, generator=torch_rng(1), **AIM_SIZE)
     b = Budget("smoke", "continual", 0, 0, runs=2, rates=2, rate_runs=1, classes=10)
     kw = dict(protocol=Protocol(trajectories=trajectories), budget=b)
-    m = ec.metatest(net, bank, NORM, **kw, store=tmp_path/"store.json")
+    stored = lambda: ec.Store(tmp_path/"store.json", net)
+    m = ec.metatest(net, bank, NORM, **kw, store=stored())
+    spent = stored().seconds
     assert np.shape(m["test"]) == np.shape(m["train"]) == (2, len(m["n_classes"])) and len(m["by_age"]) == m["n_classes"][-1] == 10
-    assert m["accuracy"] == pytest.approx(np.mean(m["test"], 0)[-1], abs=1e-3) and m == ec.metatest(net, bank, NORM, **kw, store=tmp_path/"store.json") == ec.metatest(net, bank, NORM, **kw)
+    assert m["accuracy"] == pytest.approx(np.mean(m["test"], 0)[-1], abs=1e-3) and m == ec.metatest(net, bank, NORM, **kw, store=stored()) == ec.metatest(net, bank, NORM, **kw)
+    assert spent == stored().seconds > 0      # nothing was run again, and what it took the first time is still known
 
 def test_the_runs_use_the_trajectories_of_the_search_for_rates(bank, monkeypatch):
     "Each trajectory that goes to the end is run once, and an outcome that is used again is the one of a run of its own."
