@@ -4,7 +4,7 @@
 
 # %% ../nbs/15_evaluate_continual.ipynb #ce6baf27
 from __future__ import annotations
-import contextlib, copy, functools, json, math, statistics, time, warnings
+import contextlib, copy, functools, json, math, re, statistics, time, warnings
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
@@ -15,7 +15,7 @@ from torch.optim.adam import adam as adam_
 from .aim import AIM, LinearTwin, mix, unit, unit_grad
 from .anml import ANML, FastLastNorm, FastP
 from .checkpoints import tensors_sha
-from .core import AimError, Budget, Protocol, atomic_write, check_choice, progress, torch_rng
+from .core import AimError, Budget, Protocol, atomic_write, check_choice, progress, runs_dir, torch_rng
 from .tasks import Trajectory, draw_trajectory, eval_view, policy
 
 # %% auto #0
@@ -23,9 +23,9 @@ __all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'R
            'rate_on_test_images', 'banners', 'metatest_rows', 'Frozen', 'frozen', 'Outcome', 'fresh_head', 'class_hits',
            'Looks', 'Heads', 'run_heads', 'idle_measure', 'gauss_rule', 'catch_up_', 'Moving', 'AdamLinear',
            'OwnMechanisms', 'AdamAIM', 'AdamTail', 'metatest_reference', 'run_tails', 'AdamP', 'run_anml', 'points',
-           'pick_rates', 'best_mean', 'best_mode', 'Store', 'evaluating', 'Setting', 'MetaTest', 'search',
-           'rate_scores', 'choose_rates', 'run_points', 'forgetting', 'metatest', 'summary', 'validate_continual',
-           'mechanism_use']
+           'pick_rates', 'best_mean', 'best_mode', 'Store', 'store_path', 'classes_met', 'evaluating', 'Setting',
+           'MetaTest', 'search', 'rate_scores', 'choose_rates', 'run_points', 'forgetting', 'metatest', 'summary',
+           'validate_continual', 'mechanism_use']
 
 # %% ../nbs/15_evaluate_continual.ipynb #1c615e3e
 RELEASE_BANNER = ("!! protocol=release on omniglot: the classes were meta-trained on, and the images asked about are the images learnt from. "
@@ -494,6 +494,15 @@ class Store:
         self.done.update({f"{name} at {','.join(map(str, ns))}": list(o) for name, o in outcomes.items()})
         self.seconds += seconds
         if self.path: atomic_write(self.path, json.dumps(dict(of=self.of, seconds=self.seconds, done=self.done)))
+
+def store_path(key) -> Path:
+    "Where the trajectories of the run with that key are kept until it has a record."
+    return runs_dir()/"metatest"/f"{key}.json"
+
+def classes_met(path) -> int:
+    "The classes of all finished trajectories in a store's file, one after the other."
+    try: return sum(int(re.split("[ ,]", name)[-1]) for name in json.loads(Path(path).read_text())["done"])
+    except (OSError, ValueError, TypeError, KeyError): return 0
 
 # %% ../nbs/15_evaluate_continual.ipynb #eb9049b4
 @contextlib.contextmanager

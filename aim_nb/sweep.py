@@ -12,18 +12,19 @@ from .aim import check_choices, check_sizes
 from .banks import bank_dir, open_bank
 from .cli import WANTED, check_values, find_notebook, parameters_of, shorten, spell, task_of
 from .core import CONTINUAL_METHODS, SWITCHES, AimError, Protocol, budget, check_choice, content_key, data_root, numbers, pick_device, project_root, runs_dir, use_threads, words, worker_env
+from .evaluate_continual import classes_met, store_path
 from .pretrain import feature_bank, find_backbone, pretrain_identity, pretrained_backbone
 from .records import kept_dir, read_records, record_key, records_dir
 
 # %% auto #0
-__all__ = ['LISTS', 'EXPAND', 'FUNCTIONS', 'IMAGES', 'MACS', 'COST', 'read_plan', 'typed', 'choices', 'parameter_sets', 'Run',
-           'fewshot_runs', 'ablation_runs', 'continual_runs', 'activation_runs', 'full', 'budget_of', 'question',
+__all__ = ['LISTS', 'EXPAND', 'FUNCTIONS', 'IMAGES', 'MACS', 'COST', 'LONGEST', 'read_plan', 'typed', 'choices', 'parameter_sets',
+           'Run', 'fewshot_runs', 'ablation_runs', 'continual_runs', 'activation_runs', 'full', 'budget_of', 'question',
            'check_run', 'runs_of', 'expand', 'name', 'Item', 'bank_of', 'steps_in', 'training_folder', 'look_up',
            'survey', 'sizes_of', 'backbone_seconds', 'training_seconds', 'continual_scale', 'testing_seconds',
-           'seconds', 'backbone_question', 'total_seconds', 'memory', 'estimate', 'Job', 'backbone_of', 'features_job',
-           'one_by_one', 'jobs_of', 'sweep_file', 'alone', 'logged', 'make_features', 'make_record', 'work',
-           'need_distributed', 'cores', 'local_cluster', 'user_cluster', 'Watch', 'why', 'settle', 'hand_in', 'oversee',
-           'overview', 'sweep']
+           'longest', 'metatest_classes', 'seconds', 'backbone_question', 'total_seconds', 'memory', 'estimate', 'Job',
+           'backbone_of', 'features_job', 'one_by_one', 'jobs_of', 'sweep_file', 'alone', 'logged', 'make_features',
+           'make_record', 'work', 'need_distributed', 'cores', 'local_cluster', 'user_cluster', 'Watch', 'why',
+           'settle', 'hand_in', 'oversee', 'overview', 'sweep']
 
 # %% ../nbs/19_sweep.ipynb #7d95e4dc
 def read_plan(
@@ -224,8 +225,9 @@ COST = dict( # seconds on one core
     episode={"sib": {256: .0003, 640: .0005, 1600: .0008}, "sib+linear": {256: .01, 640: .02, 1600: .05}, "sib+aim": {256: .0013, 640: .003, 1600: .0043}}, # validated or tested
     outer={"oml": 1., "oml+linear": 1.5, "oml+aim": 1.5, "anml": 1.85, "anml+aim": 2.7}, # a continual outer step, Omniglot, the paper's width
     scale={"oml": {28: 1, 32: 1.3, 80: 3.6}, "anml": {28: 1, 32: 1.4, 80: 13.7}},        # images of other sizes, by their multiply-adds
-    head=.0003, fast={"oml": .008, "anml": .04},     # a meta-test step of one trajectory
+    head={"oml+linear": .028}, fast={"oml": .008, "anml": .06}, # a meta-test step of one trajectory; other output layers: .0003
 )
+LONGEST = dict(omniglot=(600, 15), glyphs=(600, 15), cifar100=(30, 30)) # classes of a meta-test's trajectory, images of each
 
 def sizes_of(run) -> tuple:
     "Images to train on, images to look at, side in pixels, width of the features."
@@ -258,17 +260,23 @@ def testing_seconds(run) -> float:
     b, s = budget_of(run), full(run)
     if run.task == "fewshot": return b.test_episodes*COST["episode"][s["method"]][sizes_of(run)[3]]
     family, _, layer = s["method"].partition("+")
-    longest = dict(omniglot=9000, glyphs=9000, cifar100=900).get(s["dataset"], 600)
-    seen = min(longest, 15*b.classes or longest)*(b.runs + b.rates*b.rate_runs)
-    moving = COST["fast"][family]*continual_scale(run) if layer and s["protocol"].get("metatest_update") == "fast" else 0
-    return seen*(COST["head"] + moving)
+    if layer and s["protocol"].get("metatest_update") == "fast": step = COST["fast"][family]*continual_scale(run)
+    else: step = .0003 + COST["head"].get(s["method"], 0)*continual_scale(run)
+    return metatest_classes(run)*longest(run)[1]*step
 
-def seconds(
-    run,
-    trained=0., # seconds of its training that another run does
-) -> float:
+def longest(run) -> tuple:
+    "Classes of a trajectory, images of each."
+    most, images = LONGEST.get(full(run)["dataset"], (20, 30))
+    return min(most, budget_of(run).classes or most), images
+
+def metatest_classes(run) -> int:
+    "Classes that the trajectories of a meta-test and of its search for rates meet, one after the other."
+    b = budget_of(run)
+    return longest(run)[0]*(b.runs + b.rates*b.rate_runs)
+
+def seconds(run) -> float:
     "About how long a run takes on one core, its backbone not counted."
-    return max(0., training_seconds(run) - trained) + testing_seconds(run)
+    return training_seconds(run) + testing_seconds(run)
 
 # %% ../nbs/19_sweep.ipynb #a0b04225
 def backbone_question(run) -> dict:
@@ -307,9 +315,16 @@ class Job(NamedTuple):
     "What a worker is asked to do: a record, or features."
     key: str; name: str; run: Run; features: bool
     needs: tuple     # keys of jobs that have to be done first
-    seconds: float   # about so long
+    seconds: float   # about so long, but for testing
     rank: int        # its place in the plan
-    folder: Path | None = None; step: int = 0 # of its checkpoints
+    folder: Path | None = None # of its checkpoints
+
+    def left(self) -> float:
+        "Seconds that are still to do, by its checkpoints and finished trajectories."
+        if self.features: return self.seconds
+        trained = steps_in(self.folder)/budget_of(self.run).steps
+        tested = classes_met(store_path(self.key))/metatest_classes(self.run) if self.run.task == "continual" else 0.
+        return min(self.seconds, training_seconds(self.run)*max(0., 1 - trained)) + testing_seconds(self.run)*max(.02, 1 - tested)
 
     def text(self) -> str:
         "All that a worker needs."
@@ -355,7 +370,7 @@ def jobs_of(
         before, trained = (), 0.
         for rank, item in sorted(chain, key=lambda x: (budget_of(x[1].run).steps, x[0])):
             below = ("features-" + content_key(backbone_question(item.run)),) if item.run.task == "fewshot" else ()
-            made.append(Job(item.key, name(item.run), item.run, False, below + before, seconds(item.run, trained), rank, item.folder, item.step))
+            made.append(Job(item.key, name(item.run), item.run, False, below + before, max(0., training_seconds(item.run) - trained), rank, item.folder))
             before, trained = (item.key,), training_seconds(item.run)
     return made
 
@@ -440,9 +455,8 @@ class Watch:
         self.began, self.first = time.monotonic(), {j.key: self.work_left(j) for j in jobs}
 
     def work_left(self, job) -> float:
-        "Seconds of a job that are still to do, by its checkpoints."
-        if job.key in self.done or job.key in self.failed: return 0.
-        return job.seconds*max(.02, 1 - (steps_in(job.folder) if job.folder else 0)/budget_of(job.run).steps)
+        "Seconds of a job that are still to do."
+        return 0. if job.key in self.done or job.key in self.failed else job.left()
 
     def left(self) -> float:
         "Seconds until the end."
@@ -521,7 +535,7 @@ def overview(
     known = [i for i in items if i.state != "no data"]
     missing = {i.run.settings["dataset"] for i in items if i.state == "no data"}
     rest = total_seconds([i.run for i in items if i.state == "no data"])
-    work = sum(j.seconds*max(0, 1 - j.step/budget_of(j.run).steps) for j in jobs_of(known)) + rest
+    work = sum(j.left() for j in jobs_of(known)) + rest
     if work: lines.append(f"about {spell(work)} on one core, {spell(work/workers)} on {workers}, within a factor of two")
     return lines + [f"{d} is not here: aim-nb data prepare {d}" for d in sorted(missing)]
 

@@ -15,7 +15,7 @@ from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import CHECKPOINTS, CONTINUAL_METHODS, AimError, Budget, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
 from .core import budget as named_budget
-from .evaluate_continual import VAL_CLASSES, Store, banners, mechanism_use, metatest, validate_continual
+from .evaluate_continual import VAL_CLASSES, Store, banners, mechanism_use, metatest, store_path, validate_continual
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .oml import N_OUT, OML, oml_loss, reset_rows
 from .paper import comparability
@@ -244,7 +244,7 @@ def _train_and_record(t, identity, fresh, callbacks, notebook, aim_like) -> dict
     "Meta-train, meta-test, write the record and the log of mechanism use."
     name = f"{identity['dataset']} {t.method} seed {t.seed}"
     history = train_continual(t, identity, fresh, callbacks, name)
-    store = Store(runs_dir()/"metatest"/f"{content_key(identity)}.json", t.net)
+    store = Store(store_path(content_key(identity)), t.net)
     metrics = metatest(t.net, t.bank, t.norm, t.protocol, t.budget, t.seed, store=store, device=t.device)
     metrics |= dict(val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"], best_step=history.best_step) | sizes(t.net, aim_like)
     if t.has_aim: metrics["mechanisms_used"] = (history.last if identity["parameters"].get("checkpoint") == "last" else history.best)["used"]

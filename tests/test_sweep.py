@@ -18,6 +18,7 @@ from PIL import Image
 from test_cli import call, files, one_line
 
 from aim_nb import activation, paper, sweep, train_continual, train_fewshot
+from aim_nb.evaluate_continual import Outcome, Store, store_path
 from aim_nb.records import read_records, record_key
 from aim_nb.train_fewshot import run_fewshot
 
@@ -117,6 +118,20 @@ def test_every_plan_is_valid_and_says_what_it_costs(path, monkeypatch):
     assert all(sweep.seconds(r) > 0 for r in runs)
     head = path.read_text().split("\n\n")[0]
     assert all(line.startswith("# ") for line in head.splitlines()) and re.search(r"(about|some) [\d.,]+ (minutes|hours|days|weeks|years)", head), "the first lines say what it makes and what that costs"
+
+
+def test_the_time_left_counts_the_meta_test(here):
+    "A training that is done is not a run that is done: each trajectory brings its end nearer."
+    plan = write(here, notebook="30_continual", dataset="glyphs", methods="oml+linear", budget="smoke")
+    (job,) = sweep.jobs_of(sweep.survey(sweep.expand(plan), build=True))
+    train, test = sweep.training_seconds(job.run), sweep.testing_seconds(job.run)
+    assert job.left() == pytest.approx(train + test) and train > 0
+    job.folder.mkdir(parents=True)
+    (job.folder / f"step-{sweep.budget_of(job.run).steps}.safetensors").touch()
+    assert job.left() == pytest.approx(test)
+    part = sweep.metatest_classes(job.run)//3
+    Store(store_path(job.key)).add({"head test rate 0.001 trajectory 0": Outcome([1.], [1.], [1.])}, [2, part])
+    assert job.left() == pytest.approx(test*(1 - part/sweep.metatest_classes(job.run))) and part > 2
 
 
 def cell_of(run):
