@@ -223,9 +223,9 @@ COST = dict( # seconds on one core
     seen={"conv4": 1/24e9, "wrn-28-10": 1/33e9},     # of one that is only looked at
     step={"sib": {256: .003, 640: .004, 1600: .004}, "sib+linear": {256: .047, 640: .2, 1600: .5}, "sib+aim": {256: .02, 640: .075, 1600: .13}},
     episode={"sib": {256: .0003, 640: .0005, 1600: .0008}, "sib+linear": {256: .01, 640: .02, 1600: .05}, "sib+aim": {256: .0013, 640: .003, 1600: .0043}}, # validated or tested
-    outer={"oml": 1., "oml+linear": 1.5, "oml+aim": 1.5, "anml": 1.85, "anml+aim": 2.7}, # a continual outer step, Omniglot, the paper's width
+    outer={"oml": 1., "oml+linear": 1.2, "oml+aim": 1.2, "anml": 1.2, "anml+aim": 1.4}, # a continual outer step, Omniglot, the paper's width
     scale={"oml": {28: 1, 32: 1.3, 80: 3.6}, "anml": {28: 1, 32: 1.4, 80: 13.7}},        # images of other sizes, by their multiply-adds
-    head={"oml+linear": .028}, fast={"oml": .008, "anml": .06}, # a meta-test step of one trajectory; other output layers: .0003
+    head={"oml": .0025, "oml+linear": .028, "oml+aim": .0012, "anml": .0055, "anml+aim": .003}, fast={"oml": .01, "anml": .07}, # a meta-test step of one trajectory, there, too
 )
 LONGEST = dict(omniglot=(600, 15), glyphs=(600, 15), cifar100=(30, 30)) # classes of a meta-test's trajectory, images of each
 
@@ -260,9 +260,8 @@ def testing_seconds(run) -> float:
     b, s = budget_of(run), full(run)
     if run.task == "fewshot": return b.test_episodes*COST["episode"][s["method"]][sizes_of(run)[3]]
     family, _, layer = s["method"].partition("+")
-    if layer and s["protocol"].get("metatest_update") == "fast": step = COST["fast"][family]*continual_scale(run)
-    else: step = .0003 + COST["head"].get(s["method"], 0)*continual_scale(run)
-    return metatest_classes(run)*longest(run)[1]*step
+    step = COST["fast"][family] if layer and s["protocol"].get("metatest_update") == "fast" else COST["head"][s["method"]]
+    return metatest_classes(run)*longest(run)[1]*step*continual_scale(run)
 
 def longest(run) -> tuple:
     "Classes of a trajectory, images of each."
