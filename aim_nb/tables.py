@@ -177,7 +177,7 @@ def _at_each_n(rec):
     c = continual_curve(rec)
     runs = len(c["test"])
     spread = c["test"].std(0, ddof=1) if runs > 1 else np.zeros(len(c["n"]))
-    return [rec | dict(parameters=rec["parameters"] | {"n_classes": int(n)}, metrics=dict(accuracy=float(a), ci95=1.96*float(s)/math.sqrt(runs)))
+    return [rec | dict(parameters=rec["parameters"] | {"n_classes": int(n)}, metrics=rec["metrics"] | dict(accuracy=float(a), ci95=1.96*float(s)/math.sqrt(runs)))
             for n, a, s in zip(c["n"], c["test"].mean(0), spread)]
 
 def continual_table(

@@ -265,7 +265,7 @@ def test_costs_are_the_sweeps_own():
     row = next(m for m in findings.missing([], seeds=1) if (m["table"], m["dataset"], m["backbone"]) == ("few-shot", "cifar-fs", "wrn-28-10"))
     assert abs(row["hours"]*3600 - sum(map(sweep.seconds, runs))) < 1 and 20 < row["backbone_hours"]/24 < 22
     where = dict(task="continual", dataset="omniglot", method="anml+aim")
-    assert findings.run_hours(where)*3600 == pytest.approx(sweep.training_seconds(findings.paper_run(where)) + sweep.testing_seconds(findings.paper_run(where)))
+    assert findings.run_hours(where) == (sweep.training_seconds(findings.paper_run(where)) + sweep.testing_seconds(findings.paper_run(where)))/3600
 
 
 def test_planned_runs_without_a_record_are_listed():
