@@ -20,12 +20,12 @@ from .tasks import Trajectory, draw_trajectory, eval_view, policy
 
 # %% auto #0
 __all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'RELEASE_RATES', 'POINTS', 'VAL_CLASSES',
-           'rate_on_test_images', 'banners', 'metatest_rows', 'Frozen', 'frozen', 'Outcome', 'fresh_head', 'class_hits',
-           'Looks', 'Heads', 'run_heads', 'idle_measure', 'gauss_rule', 'catch_up_', 'Moving', 'AdamLinear',
-           'OwnMechanisms', 'AdamAIM', 'AdamTail', 'metatest_reference', 'run_tails', 'AdamP', 'run_anml', 'points',
-           'pick_rates', 'best_mean', 'best_mode', 'Store', 'store_path', 'classes_met', 'evaluating', 'Setting',
-           'MetaTest', 'search', 'rate_scores', 'choose_rates', 'run_points', 'forgetting', 'metatest', 'summary',
-           'validate_continual', 'mechanism_use']
+           'rate_on_test_images', 'same_images', 'banners', 'metatest_rows', 'Frozen', 'frozen', 'Outcome',
+           'fresh_head', 'class_hits', 'Looks', 'Heads', 'run_heads', 'idle_measure', 'gauss_rule', 'catch_up_',
+           'Moving', 'AdamLinear', 'OwnMechanisms', 'AdamAIM', 'AdamTail', 'metatest_reference', 'run_tails', 'AdamP',
+           'run_anml', 'points', 'pick_rates', 'best_mean', 'best_mode', 'Store', 'store_path', 'classes_met',
+           'evaluating', 'Setting', 'MetaTest', 'search', 'rate_scores', 'choose_rates', 'run_points', 'forgetting',
+           'metatest', 'summary', 'validate_continual', 'mechanism_use']
 
 # %% ../nbs/15_evaluate_continual.ipynb #1c615e3e
 RELEASE_BANNER = ("!! protocol=release on omniglot: the classes were meta-trained on, and the images asked about are the images learnt from. "
@@ -36,9 +36,13 @@ RATE_BANNER = ("!! The learning rate of this meta-test is chosen on the TEST ima
 
 def rate_on_test_images(protocol): return "release" in (protocol.metatest_rate, protocol.protocol)
 
+def same_images(protocol, dataset) -> bool:
+    "Whether a protocol, by its name, asks about the images learnt from: the release's, on Omniglot alone."
+    return protocol == "release" and dataset == "omniglot"
+
 def banners(protocol, dataset) -> list:
     "What has to be said aloud about a meta-test."
-    return [RELEASE_BANNER]*(protocol.protocol == "release" and dataset == "omniglot") + [RATE_BANNER]*rate_on_test_images(protocol)
+    return [RELEASE_BANNER]*same_images(protocol.protocol, dataset) + [RATE_BANNER]*rate_on_test_images(protocol)
 
 def metatest_rows(
     bank,
@@ -46,7 +50,7 @@ def metatest_rows(
     split="test",       # test | val
 ) -> tuple:
     "Class rows to learn from and to be asked about."
-    if protocol == "release" and bank.name == "omniglot" and split == "test":
+    if same_images(protocol, bank.name) and split == "test":
         rows = (bank.class_rows("train") + bank.class_rows("val"))[:650]
         return rows, rows
     return bank.class_rows(split, "train"), bank.class_rows(split, "test")

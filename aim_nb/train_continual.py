@@ -15,7 +15,7 @@ from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from .core import CHECKPOINTS, CONTINUAL_METHODS, AimError, Budget, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
 from .core import budget as named_budget
-from .evaluate_continual import VAL_CLASSES, Store, banners, mechanism_use, metatest, store_path, validate_continual
+from .evaluate_continual import VAL_CLASSES, Store, banners, mechanism_use, metatest, same_images, store_path, validate_continual
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .oml import N_OUT, OML, oml_loss, reset_rows
 from .paper import comparability
@@ -26,7 +26,7 @@ from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
 __all__ = ['USUAL_NORM', 'METATEST', 'LEARNS', 'moved', 'make_continual', 'ContinualModel', 'ContinualValidated',
            'ContinualTrainee', 'relevant', 'continual_identity', 'training_checkpoints', 'continual_budget', 'sizes',
            'aim_twin', 'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual',
-           'saved_weights', 'load_continual', 'describe_continual', 'same_images', 'read_continual']
+           'saved_weights', 'load_continual', 'describe_continual', 'read_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
 USUAL_NORM = "instance"   # of continual runs
@@ -299,16 +299,12 @@ LEARNS = dict(head="only the output layer learns", fast="all fast weights learn"
 
 def _at_end(record): return np.mean(record["metrics"]["test"], 0)[-1]
 
-def same_images(record) -> bool:
-    "Whether a record's test images are those learnt from: the release's protocol on Omniglot."
-    return record["dataset"] == "omniglot" and record["protocol"]["protocol"] == "release"
-
 def _one_method(recs):
     "A sentence on the records of one method and one kind of meta-test."
     m = recs[0]["metrics"]
     acc, gone, kept = (np.mean(v) for v in ([_at_end(r) for r in recs], [r["metrics"]["forgetting"] for r in recs], [np.mean(r["metrics"]["train"], 0)[-1] for r in recs]))
     age = f"the first quarter of the classes stands {gone:.1f} points behind the last" if gone > 0 else f"the first quarter of the classes does not stand behind the last ({abs(gone):.1f} points ahead)"
-    found = f"{acc:.1f} % on the images learnt from, which are the release's test images," if same_images(recs[0]) else f"{acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from"
+    found = f"{acc:.1f} % on the images learnt from, which are the release's test images," if same_images(recs[0]["protocol"]["protocol"], recs[0]["dataset"]) else f"{acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from"
     return f"- **{recs[0]['method']}** ({LEARNS[m['update']]}): {found} after {m['n_classes'][-1]} classes; {age}."
 
 def read_continual(
