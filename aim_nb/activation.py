@@ -29,58 +29,65 @@ __all__ = ['ALL', 'SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'spar
 
 # %% ../nbs/17_activation.ipynb #fd4f15df
 def class_masks(
-    mask,           # (N, M) masks of N images
-    labels,         # (N,) their classes, 0 to C-1
-    heatmap="mean", # mean (the paper's text) | halving (the release)
+    mask,  # (N, M) masks of N images
+    labels,  # (N,) their classes, 0 to C-1
+    heatmap="mean",  # mean (the paper's text) | halving (the release)
 ) -> np.ndarray:
     "One row a class: the share of its images in which each mechanism is active."
     check_choice("heatmap", heatmap, ("mean", "halving"))
     mask, labels = np.asarray(mask, dtype=float), np.asarray(labels)
-    if heatmap == "mean": return np.stack([mask[labels == c].mean(0) for c in range(labels.max() + 1)])
+    if heatmap == "mean":
+        return np.stack([mask[labels == c].mean(0) for c in range(labels.max() + 1)])
     out = np.zeros((labels.max() + 1, mask.shape[1]))
-    for m, c in zip(mask, labels): out[c] = (out[c] + m)/2
+    for m, c in zip(mask, labels):
+        out[c] = (out[c] + m) / 2
     return out
 
 # %% ../nbs/17_activation.ipynb #bfdbd906
-def shared_mechanisms(mask) -> np.ndarray: # (C, M) mean masks
+def shared_mechanisms(mask) -> np.ndarray:  # (C, M) mean masks
     "The mechanisms active in at least half of the samples of every class."
-    return np.flatnonzero((np.asarray(mask) >= .5).all(0))
+    return np.flatnonzero((np.asarray(mask) >= 0.5).all(0))
 
-def sparse_mechanisms(mask) -> np.ndarray: # (C, M)
+
+def sparse_mechanisms(mask) -> np.ndarray:  # (C, M)
     "The mechanisms on which some classes rely, but fewer than a quarter of them."
-    share = (np.asarray(mask) >= .5).mean(0)
-    return np.flatnonzero((share > 0) & (share < .25))
+    share = (np.asarray(mask) >= 0.5).mean(0)
+    return np.flatnonzero((share > 0) & (share < 0.25))
 
-def dead_mechanisms(mask) -> np.ndarray: # (C, M)
+
+def dead_mechanisms(mask) -> np.ndarray:  # (C, M)
     "The mechanisms that nothing wakes."
     return np.flatnonzero((np.asarray(mask) == 0).all(0))
 
 # %% ../nbs/17_activation.ipynb #574da34f
-def entropy(mask) -> np.ndarray: # (..., M) mean masks, not negative
+def entropy(mask) -> np.ndarray:  # (..., M) mean masks, not negative
     "Entropy in nats of each row as a distribution over mechanisms; 0 for a row that wakes nothing."
     mask = np.asarray(mask, dtype=float)
-    p = mask/np.maximum(mask.sum(-1, keepdims=True), 1e-12)
-    return -(p*np.log(np.where(p > 0, p, 1))).sum(-1)
+    p = mask / np.maximum(mask.sum(-1, keepdims=True), 1e-12)
+    return -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
 
-def use_entropy(mask) -> float: # (C, M)
+
+def use_entropy(mask) -> float:  # (C, M)
     "Mean entropy of use over the classes."
     return float(entropy(mask).mean())
 
 # %% ../nbs/17_activation.ipynb #457f911a
-def class_overlap(mask) -> np.ndarray: # (C, M)
+def class_overlap(mask) -> np.ndarray:  # (C, M)
     "C x C matrix of what two classes' distributions over mechanisms have in common, between 0 and 1."
     p = np.asarray(mask, dtype=float)
-    p = p/np.maximum(p.sum(1, keepdims=True), 1e-12)
+    p = p / np.maximum(p.sum(1, keepdims=True), 1e-12)
     return np.minimum(p[:, None], p[None]).sum(-1)
 
-def mean_overlap(mask) -> float: # (C, M)
+
+def mean_overlap(mask) -> float:  # (C, M)
     "The mean over pairs of different classes."
     o = class_overlap(mask)
-    return float(o[~np.eye(len(o), dtype=bool)].mean()) if len(o) > 1 else 1.
+    return float(o[~np.eye(len(o), dtype=bool)].mean()) if len(o) > 1 else 1.0
+
 
 def nearest_classes(
-    mask,    # (C, M)
-    c,       # a class
+    mask,  # (C, M)
+    c,  # a class
     n=3,
 ) -> list:
     "The `n` classes whose use of mechanisms is most like that of class `c`, with their overlap."
@@ -90,63 +97,87 @@ def nearest_classes(
 # %% ../nbs/17_activation.ipynb #8211662c
 @viz.styled
 def overlap_figure(
-    overlap,        # (C, C) of `class_overlap`
-    class_names=(), # default: numbers
+    overlap,  # (C, C) of `class_overlap`
+    class_names=(),  # default: numbers
 ):
     "What every two classes have in common, as a matrix."
-    names, every = list(class_names) or range(len(overlap)), max(1, -(-len(overlap)//20))
+    names, every = list(class_names) or range(len(overlap)), max(1, -(-len(overlap) // 20))
     fig, ax = viz.plt.subplots(figsize=(4.6, 3.6), layout="constrained")
     image = ax.imshow(overlap, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
-    ax.set(yticks=range(0, len(overlap), every), yticklabels=list(names)[::every], xticks=[], xlabel="class, same order", ylabel="class")
-    ax.tick_params(axis="y", labelsize=6); ax.spines[:].set_visible(False); fig.colorbar(image, label="in common")
+    ax.set(
+        yticks=range(0, len(overlap), every),
+        yticklabels=list(names)[::every],
+        xticks=[],
+        xlabel="class, same order",
+        ylabel="class",
+    )
+    ax.tick_params(axis="y", labelsize=6)
+    ax.spines[:].set_visible(False)
+    fig.colorbar(image, label="in common")
     return fig
 
 # %% ../nbs/17_activation.ipynb #0cd1dbc8
 def attention_gap(
-    score, # (..., M) weights of samples
-    K,     # active mechanisms
+    score,  # (..., M) weights of samples
+    K,  # active mechanisms
 ) -> float:
     "Mean over samples of the K-th largest weight minus the next one; 0 where all are active."
     s = -np.sort(-np.asarray(score, dtype=float), axis=-1)
-    return float((s[..., K-1] - s[..., K]).mean()) if K < s.shape[-1] else 0.
+    return float((s[..., K - 1] - s[..., K]).mean()) if K < s.shape[-1] else 0.0
 
 # %% ../nbs/17_activation.ipynb #d5358e0d
-def attention_roughness(score) -> float: # (T, ...) weights at T validations
+def attention_roughness(score) -> float:  # (T, ...) weights at T validations
     "Mean absolute second difference of a weight between validations."
     score = np.asarray(score, dtype=float)
-    if len(score) < 3: raise AimError(f"roughness needs at least 3 validations, there are {len(score)}; train longer or validate more often.")
+    if len(score) < 3:
+        raise AimError(
+            f"roughness needs at least 3 validations, there are {len(score)}; train longer or validate more often."
+        )
     return float(np.abs(np.diff(score, 2, axis=0)).mean())
 
 # %% ../nbs/17_activation.ipynb #a05c51ee
-def mask_numbers(mask) -> dict: # (C, M)
+def mask_numbers(mask) -> dict:  # (C, M)
     "Entropy, shared, sparse and dead mechanisms and overlap of one set of class masks; classes that no sample showed are left out."
     mask = np.asarray(mask, dtype=float)
     mask = mask[mask.sum(1) > 0]
-    return dict(use_entropy=use_entropy(mask), shared_mechanisms=len(shared_mechanisms(mask)), sparse_mechanisms=len(sparse_mechanisms(mask)),
-                dead_mechanisms=len(dead_mechanisms(mask)), class_overlap=mean_overlap(mask))
+    return dict(
+        use_entropy=use_entropy(mask),
+        shared_mechanisms=len(shared_mechanisms(mask)),
+        sparse_mechanisms=len(sparse_mechanisms(mask)),
+        dead_mechanisms=len(dead_mechanisms(mask)),
+        class_overlap=mean_overlap(mask),
+    )
+
 
 def activation_numbers(
-    log, # step (T,), score and mask (T, C, M); step 0 first
+    log,  # step (T,), score and mask (T, C, M); step 0 first
 ) -> dict:
     "The numbers of the last validation, those of step 0 with `_start`, and the roughness in between."
     first, last = mask_numbers(log["mask"][0]), mask_numbers(log["mask"][-1])
-    rough = {"attention_roughness": attention_roughness(log["score"])} if len(log["step"]) > 2 and "score" in log else {}
+    rough = (
+        {"attention_roughness": attention_roughness(log["score"])} if len(log["step"]) > 2 and "score" in log else {}
+    )
     return last | {f"{k}_start": v for k, v in first.items()} | rough
 
 # %% ../nbs/17_activation.ipynb #1aeda45f
 def bank_of(record, data_root=""):
     "The bank of a few-shot run: all classes, or the first ones where its budget says so."
     bank = open_bank(record["dataset"], data_root).first(Budget(**record["budget"]).classes)
-    if bank.sha != record["data_sha"]: raise AimError(f"run {record['key']} was made on another version of {bank.name} ({record['data_sha']}, here {bank.sha}); run it again.")
+    if bank.sha != record["data_sha"]:
+        raise AimError(
+            f"run {record['key']} was made on another version of {bank.name} ({record['data_sha']}, here {bank.sha}); run it again."
+        )
     return bank
 
+
 def validation_features(
-    record,       # of a few-shot run
+    record,  # of a few-shot run
     data_root="",
 ) -> tuple:
     "Features (N, d) of the validation images and their classes 0 to C-1."
     bank, b, q = bank_of(record, data_root), Budget(**record["budget"]), record["parameters"]
-    if q["backbone"].startswith("own-"): raise AimError("this run had a backbone of your own, which is not stored; look at its log instead.")
+    if q["backbone"].startswith("own-"):
+        raise AimError("this run had a backbone of your own, which is not stored; look at its log instead.")
     net, _ = pretrained_backbone(bank, q["backbone"], b, seed=q["backbone_seed"])
     features = feature_bank(net, bank, ("val",))
     rows = features.class_rows("val")
@@ -155,13 +186,17 @@ def validation_features(
 
 # %% ../nbs/17_activation.ipynb #4dc3e51e
 def layer_at(
-    record, # of a SIB+AIM run
-    when,   # start (step 0) | last | best
+    record,  # of a SIB+AIM run
+    when,  # start (step 0) | last | best
 ):
     "AIM as it was before training, at the end, or at the best validation."
-    if check_choice("when", when, ("start", "last", "best")) != "start": return load_fewshot(record, when)[0]
+    if check_choice("when", when, ("start", "last", "best")) != "start":
+        return load_fewshot(record, when)[0]
     q, m = record["parameters"], record["metrics"]
-    return make_layer("sib+aim", m["d_in"], q["d_out"], q["M"], q["K"], q["l"], Protocol(**record["protocol"]), record["seed"]).eval()
+    return make_layer(
+        "sib+aim", m["d_in"], q["d_out"], q["M"], q["K"], q["l"], Protocol(**record["protocol"]), record["seed"]
+    ).eval()
+
 
 @torch.no_grad()
 def slow_attention(record, when, X):
@@ -170,90 +205,122 @@ def slow_attention(record, when, X):
     return att.score.numpy(), att.mask.numpy()
 
 # %% ../nbs/17_activation.ipynb #ab50d3f0
-def pack(a) -> list: # (rows, M), values
+def pack(a) -> list:  # (rows, M), values
     "An array as one line of text a row, in thousandths."
-    return [" ".join(str(int(v)) for v in np.round(1000*np.asarray(row, dtype=float))) for row in a]
+    return [" ".join(str(int(v)) for v in np.round(1000 * np.asarray(row, dtype=float))) for row in a]
+
 
 def unpack(lines) -> np.ndarray:
     "The array that `pack` wrote, to three decimals."
-    return np.array([[int(v) for v in line.split()] for line in lines])/1000
+    return np.array([[int(v) for v in line.split()] for line in lines]) / 1000
 
 # %% ../nbs/17_activation.ipynb #36bc36aa
 ALL = "all classes"
 
+
 def picture_arrays(log, classes, K) -> dict:
     "What the figures need: masks first and last, the weights of one class and of all over training."
-    seen = np.flatnonzero(log["mask"][0].sum(1))                 # the fixed episodes of a small budget may not show every class
-    curves = {ALL: log["score"][:, seen].mean(1), str(classes[seen[0]]): log["score"][:, seen[0]]} if "score" in log else {}
-    return dict(classes=[str(c) for c in classes], K=int(K), M=int(log["mask"].shape[-1]), first=pack(log["mask"][0]), last=pack(log["mask"][-1]),
-                steps=[int(s) for s in log["step"]], weights={k: pack(v) for k, v in curves.items()})
+    seen = np.flatnonzero(log["mask"][0].sum(1))  # the fixed episodes of a small budget may not show every class
+    curves = (
+        {ALL: log["score"][:, seen].mean(1), str(classes[seen[0]]): log["score"][:, seen[0]]} if "score" in log else {}
+    )
+    return dict(
+        classes=[str(c) for c in classes],
+        K=int(K),
+        M=int(log["mask"].shape[-1]),
+        first=pack(log["mask"][0]),
+        last=pack(log["mask"][-1]),
+        steps=[int(s) for s in log["step"]],
+        weights={k: pack(v) for k, v in curves.items()},
+    )
+
 
 def activation_record(
-    record,              # of the run that is looked at
-    log, classes,        # step, score, mask; one name a class
+    record,  # of the run that is looked at
+    log,
+    classes,  # step, score, mask; one name a class
     masks_of="adapted",  # adapted (validation queries after adaptation) | slow (the slow weights)
     heatmap="mean",
-    **more,              # other numbers, such as the gap
+    **more,  # other numbers, such as the gap
 ) -> dict:
     "A small record of how the classes use the mechanisms of one run."
     q = record["parameters"]
     log = {k: np.asarray(v) for k, v in log.items()}
     history = [dict(step=int(s)) | mask_numbers(m) for s, m in zip(log["step"], log["mask"])]
-    return new_record(**activation_identity(record, masks_of, heatmap) | dict(budget=Budget(**record["budget"]), protocol=replace(Protocol(**record["protocol"]), heatmap=heatmap)),
-                      metrics=activation_numbers(log) | more | picture_arrays(log, classes, q.get("K", 0)), history=history, notebook=record["notebook"])
+    return new_record(
+        **activation_identity(record, masks_of, heatmap)
+        | dict(budget=Budget(**record["budget"]), protocol=replace(Protocol(**record["protocol"]), heatmap=heatmap)),
+        metrics=activation_numbers(log) | more | picture_arrays(log, classes, q.get("K", 0)),
+        history=history,
+        notebook=record["notebook"],
+    )
 
 # %% ../nbs/17_activation.ipynb #93deb0e0
 def activation_identity(record, masks_of="adapted", heatmap="mean") -> dict:
     "The question that an activation record answers."
     q = {k: record["parameters"][k] for k in ("backbone", "n_shot") if k in record["parameters"]}
-    return {k: record[k] for k in ("dataset", "method", "seed", "budget", "data_sha")} | dict(task="activation", protocol=record["protocol"] | dict(heatmap=heatmap),
-        parameters=q | dict(of=record["key"], masks_of=check_choice("masks_of", masks_of, ("adapted", "slow"))))
+    return {k: record[k] for k in ("dataset", "method", "seed", "budget", "data_sha")} | dict(
+        task="activation",
+        protocol=record["protocol"] | dict(heatmap=heatmap),
+        parameters=q | dict(of=record["key"], masks_of=check_choice("masks_of", masks_of, ("adapted", "slow"))),
+    )
 
 # %% ../nbs/17_activation.ipynb #d7f7ae0b
 def _made_before(identity, fresh):
     "The activation record with this identity, unless a new one is asked for."
     return None if wants_fresh(fresh, "record " + record_key(identity)) else find_record(identity)
 
+
 def slow_log(record, samples, labels, heatmap="mean") -> dict:
     "Class masks of the slow weights at step 0 and at the end."
     masks = [class_masks(mask, labels, heatmap) for _, mask in samples]
     return dict(step=np.array([0, record["history"][-1]["step"]]), mask=np.stack(masks))
 
+
 def fewshot_activation(
-    record,              # of a SIB+AIM run (`run_fewshot`)
+    record,  # of a SIB+AIM run (`run_fewshot`)
     masks_of="adapted",  # adapted | slow
-    heatmap="mean",      # mean | halving (one mask an image, so of the slow weights)
+    heatmap="mean",  # mean | halving (one mask an image, so of the slow weights)
     data_root="",
-    fresh=None,          # measure again (None: what $AIM_FRESH says)
+    fresh=None,  # measure again (None: what $AIM_FRESH says)
 ) -> dict:
     "The activation record of a few-shot run: found, or measured and written."
-    if heatmap == "halving" and masks_of == "adapted": raise AimError("the halving average needs one mask an image; set masks_of='slow' with heatmap='halving'.")
-    if found := _made_before(activation_identity(record, masks_of, heatmap), fresh): return found
+    if heatmap == "halving" and masks_of == "adapted":
+        raise AimError("the halving average needs one mask an image; set masks_of='slow' with heatmap='halving'.")
+    if found := _made_before(activation_identity(record, masks_of, heatmap), fresh):
+        return found
     X, labels = validation_features(record, data_root)
     samples, (log, meta) = [slow_attention(record, when, X) for when in ("start", "last")], read_log(record)
-    gaps = {f"attention_gap{end}": attention_gap(score, record["parameters"]["K"]) for end, (score, _) in zip(("_start", ""), samples)}
-    if masks_of == "slow": log = slow_log(record, samples, labels, heatmap)
+    gaps = {
+        f"attention_gap{end}": attention_gap(score, record["parameters"]["K"])
+        for end, (score, _) in zip(("_start", ""), samples)
+    }
+    if masks_of == "slow":
+        log = slow_log(record, samples, labels, heatmap)
     act = activation_record(record, log, meta["classes"], masks_of, heatmap, **gaps)
     save_record(act)
     return act
 
 # %% ../nbs/17_activation.ipynb #cf4474bd
-def run_with_log(**run) -> dict: # as `run_fewshot` takes them, method sib+aim
+def run_with_log(**run) -> dict:  # as `run_fewshot` takes them, method sib+aim
     "The record of a run whose activation can be looked at: trained again where only the record is here."
     record = run_fewshot(**run)
-    if find_record(activation_identity(record)) or log_path(record).exists(): return record
+    if find_record(activation_identity(record)) or log_path(record).exists():
+        return record
     print(f"the record of this run is here, its log is not: {run['n_shot']}-shot is trained again")
     return run_fewshot(**run | dict(fresh=True))
 
 # %% ../nbs/17_activation.ipynb #f96f9b11
 SUBSET = 40
 
+
 def continual_activation(
-    record,       # of an OML+AIM or ANML+AIM run (`run_continual`)
-    fresh=None,   # measure again (None: what $AIM_FRESH says)
+    record,  # of an OML+AIM or ANML+AIM run (`run_continual`)
+    fresh=None,  # measure again (None: what $AIM_FRESH says)
 ) -> dict:
     "The activation record of a continual run: found, or made from its log and written."
-    if found := _made_before(activation_identity(record, "slow"), fresh): return found
+    if found := _made_before(activation_identity(record, "slow"), fresh):
+        return found
     log, meta = train_continual.read_log(record)
     test = dict(test=pack(log["test_mask"][:SUBSET]), test_classes=[str(c) for c in meta["test_classes"][:SUBSET]])
     act = activation_record(record, {k: log[k] for k in ("step", "score", "mask")}, meta["classes"], "slow", **test)
@@ -262,40 +329,59 @@ def continual_activation(
 
 # %% ../nbs/17_activation.ipynb #7c4316fd
 def spare_longer(
-    record, # of `run_continual`
+    record,  # of `run_continual`
 ):
     "Refuse to start a run over where its folder holds a longer training."
     ck, steps = train_continual.training_checkpoints(record), record["budget"]["steps"]
     if (found := ck.latest()) and found.step > steps:
-        raise AimError(f"run {record['key']} has no log here, and training its {steps:,} steps again would delete the longer training in {ck.dir} (step {found.step:,}); set $AIM_RUNS to another folder to train it again.")
+        raise AimError(
+            f"run {record['key']} has no log here, and training its {steps:,} steps again would delete the longer training in {ck.dir} (step {found.step:,}); set $AIM_RUNS to another folder to train it again."
+        )
 
-def run_continual_with_log(**run) -> dict: # as `run_continual` takes them, a method with AIM
+
+def run_continual_with_log(**run) -> dict:  # as `run_continual` takes them, a method with AIM
     "The record of a run whose activation can be looked at: trained again where only the record is here."
     record = train_continual.run_continual(**run)
-    if find_record(activation_identity(record, "slow")) or train_continual.log_path(record).exists(): return record
+    if find_record(activation_identity(record, "slow")) or train_continual.log_path(record).exists():
+        return record
     spare_longer(record)
     print(f"the record of {run['method']} is here, its log is not: it is trained again")
     return train_continual.run_continual(**run | dict(fresh=True))
 
 # %% ../nbs/17_activation.ipynb #03b74d72
-NUMBERS = {"use_entropy": "entropy of use, nats", "shared_mechanisms": "mechanisms shared by all classes", "sparse_mechanisms": "mechanisms of fewer than a quarter of the classes",
-           "dead_mechanisms": "mechanisms never used", "class_overlap": "overlap of two classes", "attention_gap": "gap between rank K and K+1 (slow weights)",
-           "attention_roughness": "roughness of the weights over training"}
+NUMBERS = {
+    "use_entropy": "entropy of use, nats",
+    "shared_mechanisms": "mechanisms shared by all classes",
+    "sparse_mechanisms": "mechanisms of fewer than a quarter of the classes",
+    "dead_mechanisms": "mechanisms never used",
+    "class_overlap": "overlap of two classes",
+    "attention_gap": "gap between rank K and K+1 (slow weights)",
+    "attention_roughness": "roughness of the weights over training",
+}
+
 
 def number_rows(
-    act, # an activation record
+    act,  # an activation record
 ) -> list:
     "Its numbers before training and at the end, with their names."
     m = act["metrics"]
     return [dict(number=name, start=m.get(f"{k}_start"), end=m[k]) for k, name in NUMBERS.items() if k in m]
 
+
 def read_activation(act) -> str:
     "What an activation record says, as one Markdown item."
-    m = act["metrics"]; n, fell = m["M"], m["use_entropy_start"] - m["use_entropy"]
+    m = act["metrics"]
+    n, fell = m["M"], m["use_entropy_start"] - m["use_entropy"]
     moved = "no more concentrated than before training" if fell <= 0 else "more concentrated than before training"
-    gap = "" if "attention_gap" not in m else f" The weight at rank {m['K']} is {m['attention_gap']:.3f} above the next one, before training {m['attention_gap_start']:.3f}."
-    return (f"- Of {n} mechanisms, {m['shared_mechanisms']} shared by all classes, {m['sparse_mechanisms']} serving fewer than a quarter of them, {m['dead_mechanisms']} never used. "
-            f"A class uses as many as {np.exp(m['use_entropy']):.1f}, {moved} ({np.exp(m['use_entropy_start']):.1f}); two classes have {m['class_overlap']:.0%} in common.{gap}")
+    gap = (
+        ""
+        if "attention_gap" not in m
+        else f" The weight at rank {m['K']} is {m['attention_gap']:.3f} above the next one, before training {m['attention_gap_start']:.3f}."
+    )
+    return (
+        f"- Of {n} mechanisms, {m['shared_mechanisms']} shared by all classes, {m['sparse_mechanisms']} serving fewer than a quarter of them, {m['dead_mechanisms']} never used. "
+        f"A class uses as many as {np.exp(m['use_entropy']):.1f}, {moved} ({np.exp(m['use_entropy_start']):.1f}); two classes have {m['class_overlap']:.0%} in common.{gap}"
+    )
 
 # %% ../nbs/17_activation.ipynb #7f4e2a8f
 def first_last(act) -> dict:
@@ -303,46 +389,82 @@ def first_last(act) -> dict:
     m = act["metrics"]
     return {"Before training": unpack(m["first"]), f"At the end (step {m['steps'][-1]:,})": unpack(m["last"])}
 
+
 def mask_name(
     dataset,
     backbone="",  # few-shot: conv4 | wrn-28-10
-    n_shot=0,     # few-shot
+    n_shot=0,  # few-shot
 ) -> str:
     "The file name of a mask figure: `mask-cifarfs_1shot_conv`, `mask-glyphs_1shot_conv`, `mask-cont_omni`."
-    theirs = [r["label"] for r in paper_labels() if r["label"].startswith("fig:mask-") and dataset in r["datasets"]
-              and (f"{n_shot}shot" in r["label"] and backbone in r["backbones"] if n_shot else "cont" in r["label"])]
-    if theirs: return theirs[0].removeprefix("fig:")
+    theirs = [
+        r["label"]
+        for r in paper_labels()
+        if r["label"].startswith("fig:mask-")
+        and dataset in r["datasets"]
+        and (f"{n_shot}shot" in r["label"] and backbone in r["backbones"] if n_shot else "cont" in r["label"])
+    ]
+    if theirs:
+        return theirs[0].removeprefix("fig:")
     name = re.sub(r"[^\w-]+", "_", dataset)
-    return f"mask-{name}_{n_shot}shot_{ {'conv4': 'conv', 'wrn-28-10': 'wrn'}.get(backbone, backbone) }" if n_shot else f"mask-cont_{name}"
+    return (
+        f"mask-{name}_{n_shot}shot_{ {'conv4': 'conv', 'wrn-28-10': 'wrn'}.get(backbone, backbone) }"
+        if n_shot
+        else f"mask-cont_{name}"
+    )
 
 # %% ../nbs/17_activation.ipynb #6ed1e61c
 def short_name(
-    name,   # a class as its bank calls it
-    n=20,   # letters at most
+    name,  # a class as its bank calls it
+    n=20,  # letters at most
 ) -> str:
     "A class name for an axis: `GREEK/U+03B1 GREEK SMALL LETTER ALPHA` -> `Greek 03B1`."
     script, _, rest = name.rpartition("/")
-    if rest.startswith("U+"): rest = rest.split()[0][2:]
-    script = script.split("/")[-1].replace("_", " ").title()[:n - len(rest) - 1]
+    if rest.startswith("U+"):
+        rest = rest.split()[0][2:]
+    script = script.split("/")[-1].replace("_", " ").title()[: n - len(rest) - 1]
     return f"{script} {rest}".strip()[:n]
 
 # %% ../nbs/17_activation.ipynb #26302300
 def without(
     aim,
-    *mechanisms, # which ones to silence
+    *mechanisms,  # which ones to silence
 ):
     "A copy of `aim` in which these mechanisms contribute nothing."
-    out = AIM(aim.d_in, aim.d_out, aim.M, aim.K, aim.l, aim.d_h, aim.d_k, aim.gate, aim.decision, aim.select, generator=torch_rng(0))
+    out = AIM(
+        aim.d_in,
+        aim.d_out,
+        aim.M,
+        aim.K,
+        aim.l,
+        aim.d_h,
+        aim.d_k,
+        aim.gate,
+        aim.decision,
+        aim.select,
+        generator=torch_rng(0),
+    )
     out.load_state_dict(aim.state_dict())
-    with torch.no_grad(): out.W_M[list(mechanisms)] = 0
+    with torch.no_grad():
+        out.W_M[list(mechanisms)] = 0
     return out.eval()
 
 # %% ../nbs/17_activation.ipynb #a005a622
 class Explorer:
     "A trained SIB+AIM and its validation images, to be asked about one image at a time."
-    def __init__(self, layer, head, X, labels, names, n_shot=1): # X (N, d) features, labels (N,) classes 0 to C-1, one name a class
-        self.layer, self.head, self.X, self.labels, self.names, self.n_shot = layer.eval(), head, X, np.asarray(labels), list(names), n_shot
-        with torch.no_grad(): self.att = layer.attention(X)
+
+    def __init__(
+        self, layer, head, X, labels, names, n_shot=1
+    ):  # X (N, d) features, labels (N,) classes 0 to C-1, one name a class
+        self.layer, self.head, self.X, self.labels, self.names, self.n_shot = (
+            layer.eval(),
+            head,
+            X,
+            np.asarray(labels),
+            list(names),
+            n_shot,
+        )
+        with torch.no_grad():
+            self.att = layer.attention(X)
         self.masks = class_masks(self.att.mask.numpy(), self.labels)
         self.rows = [np.flatnonzero(self.labels == c) for c in range(len(self.names))]
 
@@ -350,8 +472,8 @@ class Explorer:
         "Classes, support rows and query rows around image `i` of class `c`; the image is the first query."
         classes = [c] + [d for d, _ in nearest_classes(self.masks, c, self.head.n_way - 1)]
         rest = {d: [r for r in self.rows[d] if r != self.rows[c][i]] for d in classes}
-        support = [r for d in classes for r in rest[d][:self.n_shot]]
-        query = [self.rows[c][i]] + [r for d in classes for r in rest[d][self.n_shot:self.n_shot + 3]]
+        support = [r for d in classes for r in rest[d][: self.n_shot]]
+        query = [self.rows[c][i]] + [r for d in classes for r in rest[d][self.n_shot : self.n_shot + 3]]
         return classes, support, query
 
     @torch.no_grad()
@@ -359,31 +481,62 @@ class Explorer:
         "Scores, mask and class probabilities of one image, with some mechanisms silenced."
         classes, support, query = self.episode(c, i)
         y = torch.arange(len(classes)).repeat_interleave(self.n_shot)
-        ask = lambda layer: self.head(layer(self.X[support]), y, layer(self.X[query])).nan_to_num().softmax(-1)[0].numpy()  # an image left with no mechanism has no direction: all classes alike
+        ask = lambda layer: (
+            self.head(layer(self.X[support]), y, layer(self.X[query])).nan_to_num().softmax(-1)[0].numpy()
+        )  # an image left with no mechanism has no direction: all classes alike
         r = self.rows[c][i]
-        return dict(row=int(r), score=self.att.score[r].numpy(), mask=self.att.mask[r].numpy(), off=list(off), classes=[short_name(self.names[d]) for d in classes],
-                    nearest=[(short_name(self.names[d]), round(o, 2)) for d, o in nearest_classes(self.masks, c)], before=ask(self.layer), after=ask(without(self.layer, *off)))
+        return dict(
+            row=int(r),
+            score=self.att.score[r].numpy(),
+            mask=self.att.mask[r].numpy(),
+            off=list(off),
+            classes=[short_name(self.names[d]) for d in classes],
+            nearest=[(short_name(self.names[d]), round(o, 2)) for d, o in nearest_classes(self.masks, c)],
+            before=ask(self.layer),
+            after=ask(without(self.layer, *off)),
+        )
 
 # %% ../nbs/17_activation.ipynb #5c6c40c4
 def explorer(record, data_root="") -> Explorer:
     "The explorer of a SIB+AIM run whose weights are here."
     (X, labels), bank = validation_features(record, data_root), bank_of(record, data_root)
-    return Explorer(*load_fewshot(record), X, labels, [bank.class_names[c] for c in bank.classes("val")], record["parameters"]["n_shot"])
+    return Explorer(
+        *load_fewshot(record),
+        X,
+        labels,
+        [bank.class_names[c] for c in bank.classes("val")],
+        record["parameters"]["n_shot"],
+    )
+
 
 @viz.styled
 def look_figure(
-    seen,       # of `Explorer.look`
-    image=None, # (H, W) or (H, W, 3), shown at the left
+    seen,  # of `Explorer.look`
+    image=None,  # (H, W) or (H, W, 3), shown at the left
 ):
     "An image, its weights with the active ones coloured, and the probabilities of the classes before and after silencing."
     fig, (a, b, c) = viz.plt.subplots(1, 3, figsize=(8.4, 2.6), layout="constrained", width_ratios=[1, 2.2, 1.6])
-    if image is not None: a.imshow(np.squeeze(image), cmap="gray", vmin=0, vmax=255)
-    a.set_axis_off(); a.set_title(seen["classes"][0], fontsize=9)
-    colour = [viz.CYCLE[1] if m in seen["off"] and on else viz.CYCLE[0] if on else viz.FAINT for m, on in enumerate(seen["mask"])]
-    b.bar(range(len(colour)), seen["score"], color=colour); b.set(xlabel="mechanism", ylabel="weight", title="blue: active" + ", red: silenced"*bool(seen["off"]))
+    if image is not None:
+        a.imshow(np.squeeze(image), cmap="gray", vmin=0, vmax=255)
+    a.set_axis_off()
+    a.set_title(seen["classes"][0], fontsize=9)
+    colour = [
+        viz.CYCLE[1] if m in seen["off"] and on else viz.CYCLE[0] if on else viz.FAINT
+        for m, on in enumerate(seen["mask"])
+    ]
+    b.bar(range(len(colour)), seen["score"], color=colour)
+    b.set(xlabel="mechanism", ylabel="weight", title="blue: active" + ", red: silenced" * bool(seen["off"]))
     y = np.arange(len(seen["classes"]))
-    bars, off = [seen["before"], seen["after"]][:1 + bool(seen["off"])], bool(seen["off"])
-    for i, p in enumerate(bars): c.barh(y + .4*i - .2*off, p, .4, color=viz.CYCLE[i])
-    c.set(yticks=y, yticklabels=seen["classes"], xlim=(0, 1), title="blue: whole, red: silenced" if off else "the five classes", xlabel="probability (first class: " + ", then ".join(f"{p[0]:.0%}" for p in bars) + ")")
-    c.invert_yaxis(); c.tick_params(axis="y", labelsize=7)
+    bars, off = [seen["before"], seen["after"]][: 1 + bool(seen["off"])], bool(seen["off"])
+    for i, p in enumerate(bars):
+        c.barh(y + 0.4 * i - 0.2 * off, p, 0.4, color=viz.CYCLE[i])
+    c.set(
+        yticks=y,
+        yticklabels=seen["classes"],
+        xlim=(0, 1),
+        title="blue: whole, red: silenced" if off else "the five classes",
+        xlabel="probability (first class: " + ", then ".join(f"{p[0]:.0%}" for p in bars) + ")",
+    )
+    c.invert_yaxis()
+    c.tick_params(axis="y", labelsize=7)
     return fig

@@ -18,128 +18,162 @@ __all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'pl
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
-    z, h, W_Q, W_K, W_M, # (B, D) inputs and the parameters of `AIM`
-    b_K=None,            # key bias, raw gate only
-    K=8, ranks=None,     # how many mechanisms; which positions of the ranking (default the first K)
-    gate="sigmoid", decision="hard",
+    z,
+    h,
+    W_Q,
+    W_K,
+    W_M,  # (B, D) inputs and the parameters of `AIM`
+    b_K=None,  # key bias, raw gate only
+    K=8,
+    ranks=None,  # how many mechanisms; which positions of the ranking (default the first K)
+    gate="sigmoid",
+    decision="hard",
 ):
     "The equations of the paper, dense: every mechanism and the null token are computed."
     q = torch.einsum("mh,mhk->mk", h, W_Q)
     tokens = torch.stack([z, torch.zeros_like(z)], 1) if gate == "sigmoid" else z[:, None]
     keys = tokens @ W_K + (0 if b_K is None else b_K)
-    s = torch.einsum("mk,btk->bmt", q, keys)/math.sqrt(W_K.shape[1])
-    a = s.softmax(-1) if gate == "sigmoid" else s           # eq. (3)
+    s = torch.einsum("mk,btk->bmt", q, keys) / math.sqrt(W_K.shape[1])
+    a = s.softmax(-1) if gate == "sigmoid" else s  # eq. (3)
     order = a[..., 0].argsort(-1, descending=True)
-    chosen = order[:, :K] if ranks is None else torch.stack([o[r] for o, r in zip(order, ranks.expand(len(z), -1))])    # eqs. (2) and (4)
-    used = a[..., :1] > 0.5 if decision == "soft" else torch.zeros_like(a[..., 0]).scatter(1, chosen, 1.)[..., None]
+    chosen = (
+        order[:, :K] if ranks is None else torch.stack([o[r] for o, r in zip(order, ranks.expand(len(z), -1))])
+    )  # eqs. (2) and (4)
+    used = a[..., :1] > 0.5 if decision == "soft" else torch.zeros_like(a[..., 0]).scatter(1, chosen, 1.0)[..., None]
     values = torch.einsum("btd,mdv->bmtv", tokens, W_M)
-    out = (used[..., None]*a[..., None]*values).sum((1, 2)) # eq. (1)
-    return out if gate == "sigmoid" else out/out.norm(dim=-1, keepdim=True)
+    out = (used[..., None] * a[..., None] * values).sum((1, 2))  # eq. (1)
+    return out if gate == "sigmoid" else out / out.norm(dim=-1, keepdim=True)
 
 # %% ../nbs/10_aim.ipynb #3b6af466
 class Attention(NamedTuple):
     "How an input chose: `score` (..., M), the gate's value, and `mask` (..., M), the mechanisms in use."
-    score: torch.Tensor # (..., M) the gate's value
+
+    score: torch.Tensor  # (..., M) the gate's value
     mask: torch.Tensor  # (..., M) the mechanisms in use
 
 # %% ../nbs/10_aim.ipynb #5a7f7e76
 def top_mask(
-    score,      # (..., M)
-    K, l=0,     # how many are used; how many more were in the running
-    ranks=None, # (K,) or (..., K) positions among the best K + l
+    score,  # (..., M)
+    K,
+    l=0,  # how many are used; how many more were in the running
+    ranks=None,  # (K,) or (..., K) positions among the best K + l
 ):
     "The `K` best mechanisms of each row, or those at `ranks` of the best `K + l`."
     idx = score.topk(K + l if ranks is not None else K, -1).indices
-    if ranks is not None: idx = idx.gather(-1, ranks.expand(*idx.shape[:-1], K))
+    if ranks is not None:
+        idx = idx.gather(-1, ranks.expand(*idx.shape[:-1], K))
     return torch.zeros_like(score, dtype=torch.bool).scatter(-1, idx, True)
 
 # %% ../nbs/10_aim.ipynb #b54b5929
 def random_ranks(
-    K, l,
-    rows=None,      # None: one draw for all rows
-    generator=None, # None: torch's own default generator, as in `torch.nn.Dropout`
+    K,
+    l,
+    rows=None,  # None: one draw for all rows
+    generator=None,  # None: torch's own default generator, as in `torch.nn.Dropout`
 ):
     "`K` of `K + l` positions without replacement: (K,) or (rows, K)."
     device = generator.device if generator is not None else None
-    return torch.rand(*(() if rows is None else (rows,)), K + l, generator=generator, device=device).argsort(-1)[..., :K]
+    return torch.rand(*(() if rows is None else (rows,)), K + l, generator=generator, device=device).argsort(-1)[
+        ..., :K
+    ]
 
 # %% ../nbs/10_aim.ipynb #ef9cf68a
 class Plan(NamedTuple):
     "The pairs (row, mechanism) in use, sorted by mechanism."
-    rows: torch.Tensor # (n,)
-    mech: torch.Tensor # (n,)
-    active: list       # distinct mechanisms, ascending
-    sizes: list        # pairs of each
 
-def plan(mask) -> Plan: # (B, M) bool
+    rows: torch.Tensor  # (n,)
+    mech: torch.Tensor  # (n,)
+    active: list  # distinct mechanisms, ascending
+    sizes: list  # pairs of each
+
+
+def plan(mask) -> Plan:  # (B, M) bool
     "Sort the pairs in use by mechanism."
     mech, rows = mask.t().nonzero(as_tuple=True)
-    sizes = mech.bincount(minlength=mask.shape[1]).tolist()   # to the host, which cuts the blocks
+    sizes = mech.bincount(minlength=mask.shape[1]).tolist()  # to the host, which cuts the blocks
     active = [m for m, n in enumerate(sizes) if n]
     return Plan(rows, mech, active, [sizes[m] for m in active])
 
 # %% ../nbs/10_aim.ipynb #5f388466
-def matrices(W, active): # (M, ...), some of 0..M-1
+def matrices(W, active):  # (M, ...), some of 0..M-1
     "The active ones of a stack of matrices, no copy."
     W = W.detach()
-    parts = W.unbind() if 4*len(active) > len(W) else {m: W[m] for m in active}    # views cost a microsecond one by one, less all together
+    parts = (
+        W.unbind() if 4 * len(active) > len(W) else {m: W[m] for m in active}
+    )  # views cost a microsecond one by one, less all together
     return [parts[m] for m in active]
 
+
 def pair_products(
-    z, # (B, D)
-    W, # (M, D, V)
-    p, # Plan
+    z,  # (B, D)
+    W,  # (M, D, V)
+    p,  # Plan
 ):
     "z_r and y_p = z_r W_m for every pair (r, m) of the plan: one product a distinct mechanism, no autograd."
     Z, Y = z.index_select(0, p.rows), z.new_empty(len(p.rows), W.shape[2])
-    for W_m, z_m, y_m in zip(matrices(W, p.active), Z.split(p.sizes), Y.split(p.sizes)): torch.mm(z_m, W_m, out=y_m)
+    for W_m, z_m, y_m in zip(matrices(W, p.active), Z.split(p.sizes), Y.split(p.sizes)):
+        torch.mm(z_m, W_m, out=y_m)
     return Z, Y
 
+
 def pair_sum(
-    x, # (n, V) a row a pair
-    p, # Plan
-    B, # rows
+    x,  # (n, V) a row a pair
+    p,  # Plan
+    B,  # rows
 ):
     "Add up the pairs of each row."
     return x.new_zeros(B, x.shape[1]).index_add_(0, p.rows, x)
 
 # %% ../nbs/10_aim.ipynb #812098e0
-def _mix(z, W, w, p): # the same for z (with W transposed): sum over pairs of w z_r W_m
-    return pair_sum(pair_products(z, W, p)[1]*w[p.rows, p.mech, None], p, len(z))
+def _mix(z, W, w, p):  # the same for z (with W transposed): sum over pairs of w z_r W_m
+    return pair_sum(pair_products(z, W, p)[1] * w[p.rows, p.mech, None], p, len(z))
 
-def _mix_W(z, w, g, p): # dense, since autograd wants a dense gradient; idle mechanisms keep their zeros
-    Z, G = z.index_select(0, p.rows)*w[p.rows, p.mech, None], g.index_select(0, p.rows)
+
+def _mix_W(z, w, g, p):  # dense, since autograd wants a dense gradient; idle mechanisms keep their zeros
+    Z, G = z.index_select(0, p.rows) * w[p.rows, p.mech, None], g.index_select(0, p.rows)
     dW = z.new_zeros(w.shape[1], z.shape[1], g.shape[1])
-    for m, z_m, g_m in zip(p.active, Z.split(p.sizes), G.split(p.sizes)): torch.mm(z_m.t(), g_m, out=dW[m])
+    for m, z_m, g_m in zip(p.active, Z.split(p.sizes), G.split(p.sizes)):
+        torch.mm(z_m.t(), g_m, out=dW[m])
     return dW
 
-def _mix_w(x, y, p, M): # zero where a mechanism is idle
-    return x.new_zeros(len(x), M).index_put_((p.rows, p.mech), (x.index_select(0, p.rows)*y).sum(1))
+
+def _mix_w(x, y, p, M):  # zero where a mechanism is idle
+    return x.new_zeros(len(x), M).index_put_((p.rows, p.mech), (x.index_select(0, p.rows) * y).sum(1))
 
 # %% ../nbs/10_aim.ipynb #5805f2e5
 class _Mix(torch.autograd.Function):
     "The partial derivative of F = sum w_bm z_b W_m g_b in one of its four places, which is then None: 0 z, 1 W, 2 w, 3 g."
+
     @staticmethod
     def forward(place, z, W, w, g, mask):
         p = plan(mask)
-        if place == 0: return _mix(g, W.mT, w, p)
-        if place == 1: return _mix_W(z, w, g, p)
-        if place == 2: return _mix_w(g, pair_products(z, W, p)[1], p, mask.shape[1])
+        if place == 0:
+            return _mix(g, W.mT, w, p)
+        if place == 1:
+            return _mix_W(z, w, g, p)
+        if place == 2:
+            return _mix_w(g, pair_products(z, W, p)[1], p, mask.shape[1])
         return _mix(z, W, w, p)
+
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.place, *parts = inputs
         ctx.save_for_backward(*parts)
+
     @staticmethod
     def backward(ctx, c):
         *parts, mask = ctx.saved_tensors
         parts[ctx.place] = c
         need = [i for i in range(4) if ctx.needs_input_grad[i + 1]]
-        grads = _first_order(*parts, mask, need) if ctx.place == 3 and not torch.is_grad_enabled() else {
-            i: _Mix.apply(i, *(None if i == j else x for j, x in enumerate(parts)), mask) for i in need}
+        grads = (
+            _first_order(*parts, mask, need)
+            if ctx.place == 3 and not torch.is_grad_enabled()
+            else {i: _Mix.apply(i, *(None if i == j else x for j, x in enumerate(parts)), mask) for i in need}
+        )
         return None, *(grads.get(i) for i in range(4)), None
+
     @staticmethod
-    def vmap(info, in_dims, *args): # blocks differ in size from sample to sample, so this is a loop
+    def vmap(info, in_dims, *args):  # blocks differ in size from sample to sample, so this is a loop
         pick = lambda i: [x if d is None else x.select(d, i) for x, d in zip(args, in_dims)]
         return torch.stack([_Mix.apply(*pick(i)) for i in range(info.batch_size)]), 0
 
@@ -149,30 +183,38 @@ def _first_order(z, W, w, g, mask, need):
     if 0 in need or 2 in need:
         _, G = pair_products(g, W.mT, p)
         grads[2] = _mix_w(z, G, p, mask.shape[1])
-        grads[0] = pair_sum(G*w[p.rows, p.mech, None], p, len(z))
-    if 1 in need: grads[1] = _mix_W(z, w, g, p)
+        grads[0] = pair_sum(G * w[p.rows, p.mech, None], p, len(z))
+    if 1 in need:
+        grads[1] = _mix_W(z, w, g, p)
     return {i: grads[i] for i in need}
 
+
 def mix(
-    z,    # (B, D)
-    W,    # (M, D, V)
-    w,    # (B, M) weights
-    mask, # (B, M) bool, the pairs in use
+    z,  # (B, D)
+    W,  # (M, D, V)
+    w,  # (B, M) weights
+    mask,  # (B, M) bool, the pairs in use
 ):
     "sum over the mechanisms in use of w_bm z_b W_m: differentiable any number of times, idle mechanisms never touched."
     return _Mix.apply(3, z, W, w, None, mask)
 
+
 def mix_grads(z, W, w, g, mask):
     "dL/dz and dL/dw for g = dL/d mix(z, W, w, mask); with grad mode on they can be differentiated again."
-    if torch.is_grad_enabled(): return _Mix.apply(0, None, W, w, g, mask), _Mix.apply(2, z, W, None, g, mask)
+    if torch.is_grad_enabled():
+        return _Mix.apply(0, None, W, w, g, mask), _Mix.apply(2, z, W, None, g, mask)
     grads = _first_order(z, W, w, g, mask, (0, 2))
     return grads[0], grads[2]
 
 # %% ../nbs/10_aim.ipynb #e11faeae
 class Layer(nn.Module):
     "What may stand between backbone and head."
-    threads = 0     # of its wide products in training, the only ones that gain from more than one (0: as many as there are)
-    def draw_ranks(self, generator=None, rows=None): # one stochastic choice for a training pass
+
+    threads = (
+        0  # of its wide products in training, the only ones that gain from more than one (0: as many as there are)
+    )
+
+    def draw_ranks(self, generator=None, rows=None):  # one stochastic choice for a training pass
         "The positions of the ranking to use, or None for the best K."
         return None
 
@@ -180,139 +222,197 @@ class Layer(nn.Module):
 def check_sizes(**sizes):
     "Refuse anything but positive whole numbers."
     for name, n in sizes.items():
-        if not isinstance(n, int) or n < 1: raise AimError(f"{name}={n!r} should be a whole number of at least 1.")
+        if not isinstance(n, int) or n < 1:
+            raise AimError(f"{name}={n!r} should be a whole number of at least 1.")
+
 
 def check_input(z, d_in, dtype):
     "Refuse what is not a floating-point tensor (..., d_in) of the layer's own dtype."
-    if not torch.is_tensor(z) or not z.is_floating_point(): raise AimError(f"The input should be a floating-point tensor (..., {d_in}), not {getattr(z, 'dtype', type(z).__name__)}.")
-    if not z.ndim or z.shape[-1] != d_in: raise AimError(f"The input has shape {tuple(z.shape)}, but this layer takes {d_in} features in the last dimension.")
-    if z.dtype != dtype: raise AimError(f"The input is {z.dtype} and the weights are {dtype}; convert one of them, for instance with .to({dtype}).")
+    if not torch.is_tensor(z) or not z.is_floating_point():
+        raise AimError(
+            f"The input should be a floating-point tensor (..., {d_in}), not {getattr(z, 'dtype', type(z).__name__)}."
+        )
+    if not z.ndim or z.shape[-1] != d_in:
+        raise AimError(
+            f"The input has shape {tuple(z.shape)}, but this layer takes {d_in} features in the last dimension."
+        )
+    if z.dtype != dtype:
+        raise AimError(
+            f"The input is {z.dtype} and the weights are {dtype}; convert one of them, for instance with .to({dtype})."
+        )
+
 
 def check_finite(*parts):
     "Refuse NaN and infinity that reached scores or outputs: their sums tell, without a pass over the weights."
-    if torch.compiler.is_compiling(): return    # a compiled graph cannot stop to look
+    if torch.compiler.is_compiling():
+        return  # a compiled graph cannot stop to look
     total = sum(torch.func.debug_unwrap(t.detach()).float().sum() for t in parts)
-    if not total.isfinite(): raise AimError("The input or a weight in use is NaN or infinite; look at what comes before AIM and at the learning rate.")
+    if not total.isfinite():
+        raise AimError(
+            "The input or a weight in use is NaN or infinite; look at what comes before AIM and at the learning rate."
+        )
 
 # %% ../nbs/10_aim.ipynb #429cee65
 def check_choices(M, K, l, gate, decision, select):
     "Refuse a choice that cannot be made."
-    check_choice("gate", gate, ("sigmoid", "raw")); check_choice("decision", decision, ("hard", "soft")); check_choice("select", select, ("shared", "sample"))
-    if not isinstance(l, int) or l < 0: raise AimError(f"l={l!r} should be 0 or a positive whole number.")
-    if K > M: raise AimError(f"K={K} mechanisms cannot be chosen out of M={M}; lower K or raise M.")
-    if K + l > M: raise AimError(f"K+l={K + l} mechanisms cannot stand in the running out of M={M}; lower l or raise M.")
-    if decision == "soft" and gate == "raw": raise AimError("decision='soft' keeps scores above one half, which only gate='sigmoid' has.")
+    check_choice("gate", gate, ("sigmoid", "raw"))
+    check_choice("decision", decision, ("hard", "soft"))
+    check_choice("select", select, ("shared", "sample"))
+    if not isinstance(l, int) or l < 0:
+        raise AimError(f"l={l!r} should be 0 or a positive whole number.")
+    if K > M:
+        raise AimError(f"K={K} mechanisms cannot be chosen out of M={M}; lower K or raise M.")
+    if K + l > M:
+        raise AimError(f"K+l={K + l} mechanisms cannot stand in the running out of M={M}; lower l or raise M.")
+    if decision == "soft" and gate == "raw":
+        raise AimError("decision='soft' keeps scores above one half, which only gate='sigmoid' has.")
 
-def normal(*shape, sd=1., generator=None):
+
+def normal(*shape, sd=1.0, generator=None):
     "A parameter drawn from N(0, sd^2)."
     device = None if generator is None else generator.device
-    return nn.Parameter(torch.randn(*shape, generator=generator, device=device)*sd)
+    return nn.Parameter(torch.randn(*shape, generator=generator, device=device) * sd)
 
 # %% ../nbs/10_aim.ipynb #aa1486af
 class Attentive(Layer):
     "The parameters of AIM, and the choice they make."
-    def __init__(self,
-        d_in, d_out,         # features in and out
-        M=32, K=8, l=2,      # mechanisms; how many are used; how many more stand in the running while training
-        d_h=256, d_k=128,    # length of a mechanism's own state, of keys and queries
-        gate="sigmoid",      # or raw: signed scores, key bias, output of unit length (the release's continual code)
-        decision="hard",     # or soft: every mechanism above one half
-        select="shared",     # one draw of the ranks a call, or one a `sample`
-        generator=None,      # for the initial weights
+
+    def __init__(
+        self,
+        d_in,
+        d_out,  # features in and out
+        M=32,
+        K=8,
+        l=2,  # mechanisms; how many are used; how many more stand in the running while training
+        d_h=256,
+        d_k=128,  # length of a mechanism's own state, of keys and queries
+        gate="sigmoid",  # or raw: signed scores, key bias, output of unit length (the release's continual code)
+        decision="hard",  # or soft: every mechanism above one half
+        select="shared",  # one draw of the ranks a call, or one a `sample`
+        generator=None,  # for the initial weights
     ):
         super().__init__()
-        check_sizes(d_in=d_in, d_out=d_out, M=M, K=K, d_h=d_h, d_k=d_k); check_choices(M, K, l, gate, decision, select)
+        check_sizes(d_in=d_in, d_out=d_out, M=M, K=K, d_h=d_h, d_k=d_k)
+        check_choices(M, K, l, gate, decision, select)
         self.d_in, self.d_out, self.M, self.K, self.l, self.d_h, self.d_k = d_in, d_out, M, K, l, d_h, d_k
         self.gate, self.decision, self.select = gate, decision, select
         self.h = normal(M, d_h, generator=generator)
-        self.W_Q = normal(M, d_h, d_k, sd=math.sqrt(2/d_h), generator=generator)
-        self.W_K = normal(d_in, d_k, sd=math.sqrt(2/d_in), generator=generator)
-        self.W_M = normal(M, d_in, d_out, sd=math.sqrt(2/d_in), generator=generator)
+        self.W_Q = normal(M, d_h, d_k, sd=math.sqrt(2 / d_h), generator=generator)
+        self.W_K = normal(d_in, d_k, sd=math.sqrt(2 / d_in), generator=generator)
+        self.W_M = normal(M, d_in, d_out, sd=math.sqrt(2 / d_in), generator=generator)
         self.b_K = nn.Parameter(torch.zeros_like(self.W_K[0])) if gate == "raw" else None
 
-    def queries(self): return torch.bmm(self.h[:, None], self.W_Q)[:, 0]                           # q_m = h_m W^Q_m
-    def keys(self, z): return z @ self.W_K if self.b_K is None else z @ self.W_K + self.b_K        # k = z W^K
+    def queries(self):
+        return torch.bmm(self.h[:, None], self.W_Q)[:, 0]  # q_m = h_m W^Q_m
+
+    def keys(self, z):
+        return z @ self.W_K if self.b_K is None else z @ self.W_K + self.b_K  # k = z W^K
+
     def scores(self, k, q):
         "The gate's value for every mechanism: a sigmoid of q.k/sqrt(d_k), or q.k/sqrt(d_k) itself."
-        s = k @ q.mT/math.sqrt(self.d_k)
+        s = k @ q.mT / math.sqrt(self.d_k)
         return s.sigmoid() if self.gate == "sigmoid" else s
-    def choose(self, a, ranks=None): return a > 0.5 if self.decision == "soft" else top_mask(a, self.K, self.l, ranks)
+
+    def choose(self, a, ranks=None):
+        return a > 0.5 if self.decision == "soft" else top_mask(a, self.K, self.l, ranks)
+
     def attention(self, z, ranks=None):
         "Scores and mask for every row."
         a = self.scores(self.keys(z), self.queries())
         return Attention(a, self.choose(a.detach(), ranks))
+
     def draw_ranks(self, generator=None, rows=None):
         "A stochastic choice while training with l > 0 and hard decisions, else None."
-        if not self.training or not self.l or self.decision == "soft": return None
-        if self.select == "sample" and rows is None: raise AimError("select='sample' draws for every row: pass rows=, the number of rows.")
+        if not self.training or not self.l or self.decision == "soft":
+            return None
+        if self.select == "sample" and rows is None:
+            raise AimError("select='sample' draws for every row: pass rows=, the number of rows.")
         return random_ranks(self.K, self.l, rows if self.select == "sample" else None, generator).to(self.h.device)
 
 # %% ../nbs/10_aim.ipynb #95b3cb07
 def unit(y):
     "y/||y|| and the length, which is kept off zero."
     norm = y.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-    return y/norm, norm
+    return y / norm, norm
+
 
 def unit_grad(
-    g,         # dL/d(y/||y||)
-    out, norm, # what `unit` gave
+    g,  # dL/d(y/||y||)
+    out,
+    norm,  # what `unit` gave
 ):
     "dL/dy."
-    return (g - (g*out).sum(-1, keepdim=True)*out)/norm
+    return (g - (g * out).sum(-1, keepdim=True) * out) / norm
 
 # %% ../nbs/10_aim.ipynb #3f5d62db
 class AIM(Attentive):
     "Attentive independent mechanisms: K of M linear maps for every input, chosen by attention."
-    def forward(self,
-        z,                      # (..., d_in)
-        ranks=None,             # positions of the ranking to use; drawn while training if None
-        generator=None,         # for that draw; None is torch's default generator
-        return_attention=False, # also give the `Attention`
+
+    def forward(
+        self,
+        z,  # (..., d_in)
+        ranks=None,  # positions of the ranking to use; drawn while training if None
+        generator=None,  # for that draw; None is torch's default generator
+        return_attention=False,  # also give the `Attention`
     ):
         if torch.is_autocast_enabled(self.h.device.type):
-            with torch.autocast(self.h.device.type, enabled=False): return self.forward(z.to(self.h.dtype), ranks, generator, return_attention)
+            with torch.autocast(self.h.device.type, enabled=False):
+                return self.forward(z.to(self.h.dtype), ranks, generator, return_attention)
         check_input(z, self.d_in, self.h.dtype)
         x = z.reshape(-1, self.d_in)
         att = self.attention(x, self.draw_ranks(generator, len(x)) if ranks is None else ranks)
         y = mix(x, self.W_M, att.score, att.mask)
         check_finite(att.score, y)
-        if self.gate == "raw": y = unit(y)[0]
+        if self.gate == "raw":
+            y = unit(y)[0]
         y = y.reshape(*z.shape[:-1], self.d_out)
         return (y, Attention(*(t.reshape(*z.shape[:-1], self.M) for t in att))) if return_attention else y
-    def extra_repr(self): return f"{self.d_in} -> {self.d_out}, M={self.M}, K={self.K}, l={self.l}, gate={self.gate}, decision={self.decision}, select={self.select}"
+
+    def extra_repr(self):
+        return f"{self.d_in} -> {self.d_out}, M={self.M}, K={self.K}, l={self.l}, gate={self.gate}, decision={self.decision}, select={self.select}"
 
 # %% ../nbs/10_aim.ipynb #b07daf91
 def count_parameters(module) -> int:
     "Parameters of a module."
     return sum(p.numel() for p in module.parameters())
 
+
 def twin_width(
     aim,
-    fan_out=0, # outputs of the next layer, where that is counted in
+    fan_out=0,  # outputs of the next layer, where that is counted in
 ) -> int:
     "The width at which a linear layer (and the layer after it) has as many parameters as AIM (and the layer after it)."
-    return round((count_parameters(aim) + aim.d_out*fan_out)/(aim.d_in + fan_out))
+    return round((count_parameters(aim) + aim.d_out * fan_out) / (aim.d_in + fan_out))
 
 # %% ../nbs/10_aim.ipynb #92e38af8
 class LinearTwin(Layer):
     "One linear map without bias."
+
     def __init__(self, d_in, d_out, generator=None):
         super().__init__()
         check_sizes(d_in=d_in, d_out=d_out)
         self.d_in, self.d_out = d_in, d_out
-        self.W = normal(d_in, d_out, sd=math.sqrt(2/d_in), generator=generator)
+        self.W = normal(d_in, d_out, sd=math.sqrt(2 / d_in), generator=generator)
+
     def forward(self, z, ranks=None, generator=None):
         check_input(z, self.d_in, self.W.dtype)
         return z @ self.W
-    def extra_repr(self): return f"{self.d_in} -> {self.d_out}"
+
+    def extra_repr(self):
+        return f"{self.d_in} -> {self.d_out}"
+
 
 def linear_twin(aim, fan_out=0, generator=None) -> LinearTwin:
     "The linear layer with as many parameters as `aim`."
     return LinearTwin(aim.d_in, twin_width(aim, fan_out), generator).to(aim.h)
 
+
 class Identity(Layer):
     "No layer at all: plain SIB."
+
     def __init__(self, d):
         super().__init__()
         self.d_in = self.d_out = d
-    def forward(self, z, ranks=None, generator=None): return z
+
+    def forward(self, z, ranks=None, generator=None):
+        return z

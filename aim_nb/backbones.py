@@ -18,100 +18,168 @@ from .core import AimError, check_choice
 
 # %% ../nbs/05_backbones.ipynb #79dde24d
 def lay_out(
-    x,    # (B, C, H, W)
-    last, # channels last in memory, or first
+    x,  # (B, C, H, W)
+    last,  # channels last in memory, or first
 ) -> torch.Tensor:
     "The same tensor, differently in memory; as it is where that cannot be asked for (inside vmap)."
-    try: return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    except RuntimeError: return x
+    try:
+        return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    except RuntimeError:
+        return x
 
 # %% ../nbs/05_backbones.ipynb #bac63323
 class AffineNorm(nn.Module):
     "A fixed affine map of each channel: batch norm whose mean stays 0 and whose variance stays 1."
-    def __init__(self,
-        c,        # channels
-        eps=1e-5, # added to the variance
+
+    def __init__(
+        self,
+        c,  # channels
+        eps=1e-5,  # added to the variance
     ):
         super().__init__()
         self.weight, self.bias, self.eps = nn.Parameter(torch.ones(c)), nn.Parameter(torch.zeros(c)), eps
 
-    def forward(self, x): return x*(self.weight/(1 + self.eps)**.5)[:, None, None] + self.bias[:, None, None]
+    def forward(self, x):
+        return x * (self.weight / (1 + self.eps) ** 0.5)[:, None, None] + self.bias[:, None, None]
+
 
 class InstanceNorm(AffineNorm):
     "Each channel of each image by its own mean and variance, then an affine map."
-    def forward(self, x): return torch.group_norm(lay_out(x, False), x.shape[1], self.weight, self.bias, self.eps)
+
+    def forward(self, x):
+        return torch.group_norm(lay_out(x, False), x.shape[1], self.weight, self.bias, self.eps)
+
 
 NORMS = {"affine": AffineNorm, "instance": InstanceNorm, "batch": nn.BatchNorm2d}
 
 # %% ../nbs/05_backbones.ipynb #8514a0b3
-_B = torch.tensor([[4, 0, -5, 0, 1, 0], [0, -4, -4, 1, 1, 0], [0, 4, -4, -1, 1, 0], [0, -2, -1, 2, 1, 0], [0, 2, -1, -2, 1, 0], [0, 4, 0, -5, 0, 1]]).double().T
-_G = torch.tensor([[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 24]]).double()/24
+_B = (
+    torch.tensor(
+        [
+            [4, 0, -5, 0, 1, 0],
+            [0, -4, -4, 1, 1, 0],
+            [0, 4, -4, -1, 1, 0],
+            [0, -2, -1, 2, 1, 0],
+            [0, 2, -1, -2, 1, 0],
+            [0, 4, 0, -5, 0, 1],
+        ]
+    )
+    .double()
+    .T
+)
+_G = torch.tensor([[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 24]]).double() / 24
 _A = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 1, -1, 2, -2, 0], [0, 1, 1, 4, 4, 0], [0, 1, -1, 8, -8, 1]]).double().T
 
 # %% ../nbs/05_backbones.ipynb #84211757
-def _pieces(x, D): # x (B, 4h+4, 4w+4, C), D (6, 6, B, h, w, C): the parts of a tile beside those of the blocks of 4x4 that they come from
+def _pieces(
+    x, D
+):  # x (B, 4h+4, 4w+4, C), D (6, 6, B, h, w, C): the parts of a tile beside those of the blocks of 4x4 that they come from
     B, H, W, C = x.shape
-    h, w, t = H//4 - 1, W//4 - 1, x.view(B, H//4, 4, W//4, 4, C).permute(2, 4, 0, 1, 3, 5)
-    return ((D[:4, :4], t[:, :, :, :h, :w]), (D[4:, :4], t[:2, :, :, 1:, :w]), (D[:4, 4:], t[:, :2, :, :h, 1:]), (D[4:, 4:], t[:2, :2, :, 1:, 1:]))
+    h, w, t = H // 4 - 1, W // 4 - 1, x.view(B, H // 4, 4, W // 4, 4, C).permute(2, 4, 0, 1, 3, 5)
+    return (
+        (D[:4, :4], t[:, :, :, :h, :w]),
+        (D[4:, :4], t[:2, :, :, 1:, :w]),
+        (D[:4, 4:], t[:, :2, :, :h, 1:]),
+        (D[4:, 4:], t[:2, :2, :, 1:, 1:]),
+    )
+
 
 class Tiles(torch.autograd.Function):
     "Overlapping 6x6 tiles, four apart: (B, 4h+4, 4w+4, C) -> (6, 6, B, h, w, C)."
+
     @staticmethod
     def forward(ctx, x):
-        ctx.shape, D = x.shape, x.new_empty(6, 6, len(x), x.shape[1]//4 - 1, x.shape[2]//4 - 1, x.shape[3])
-        for d, t in _pieces(x, D): d.copy_(t)
+        ctx.shape, D = x.shape, x.new_empty(6, 6, len(x), x.shape[1] // 4 - 1, x.shape[2] // 4 - 1, x.shape[3])
+        for d, t in _pieces(x, D):
+            d.copy_(t)
         return D
+
     @staticmethod
-    def backward(ctx, g): return Untile.apply(g, ctx.shape)
+    def backward(ctx, g):
+        return Untile.apply(g, ctx.shape)
+
 
 class Untile(torch.autograd.Function):
     "The transpose of `Tiles`: overlaps are added."
+
     @staticmethod
     def forward(ctx, D, shape):
         x = D.new_zeros(shape)
-        for d, t in _pieces(x, D): t.add_(d)
+        for d, t in _pieces(x, D):
+            t.add_(d)
         return x
+
     @staticmethod
-    def backward(ctx, g): return Tiles.apply(g), None
+    def backward(ctx, g):
+        return Tiles.apply(g), None
 
 # %% ../nbs/05_backbones.ipynb #ad14a2f8
-_TRANSFORMS = {name: torch.kron(m, m) for name, m in (("B", _B.T.contiguous()), ("G", _G), ("A", _A.T.contiguous()))}   # rows and columns at once
+_TRANSFORMS = {
+    name: torch.kron(m, m) for name, m in (("B", _B.T.contiguous()), ("G", _G), ("A", _A.T.contiguous()))
+}  # rows and columns at once
+
 
 def winograd(
-    x,      # (B, C, H, W)
-    weight, # (K, C, 3, 3)
-    bias=None, padding=1,
+    x,  # (B, C, H, W)
+    weight,  # (K, C, 3, 3)
+    bias=None,
+    padding=1,
 ) -> torch.Tensor:
     "A 3x3 convolution of stride 1 by products of 6x6 tiles: (B, K, H', W'), channels last in memory."
     (B, C, H, W), K, p = x.shape, len(weight), padding
-    h, w, T = -(-(H + 2*p - 2)//4), -(-(W + 2*p - 2)//4), {k: m.to(x) for k, m in _TRANSFORMS.items()}
-    x = F.pad(x.permute(0, 2, 3, 1), (0, 0, p, 4*w + 4 - p - W, p, 4*h + 4 - p - H))
+    h, w, T = -(-(H + 2 * p - 2) // 4), -(-(W + 2 * p - 2) // 4), {k: m.to(x) for k, m in _TRANSFORMS.items()}
+    x = F.pad(x.permute(0, 2, 3, 1), (0, 0, p, 4 * w + 4 - p - W, p, 4 * h + 4 - p - H))
     V = (T["B"] @ Tiles.apply(x).view(36, -1)).view(36, -1, C)
     U = (T["G"] @ weight.permute(2, 3, 1, 0).reshape(9, -1)).view(36, C, K)
-    y = (T["A"] @ torch.bmm(V, U).view(36, -1)).view(4, 4, B, h, w, K).permute(2, 3, 0, 4, 1, 5).reshape(B, 4*h, 4*w, K)
-    y = y[:, :H + 2*p - 2, :W + 2*p - 2].permute(0, 3, 1, 2)
+    y = (
+        (T["A"] @ torch.bmm(V, U).view(36, -1))
+        .view(4, 4, B, h, w, K)
+        .permute(2, 3, 0, 4, 1, 5)
+        .reshape(B, 4 * h, 4 * w, K)
+    )
+    y = y[:, : H + 2 * p - 2, : W + 2 * p - 2].permute(0, 3, 1, 2)
     return y if bias is None else y + bias[:, None, None]
 
 # %% ../nbs/05_backbones.ipynb #2cdac65c
 def pays(x, weight, stride) -> bool:
     "Whether `winograd` is the faster way to this convolution."
-    plain = tuple(weight.shape[2:]) != (3, 3) or tuple(stride) != (1, 1) or x.device.type != "cpu" or x.dtype != torch.float32 or torch.func.debug_unwrap(x) is not x
-    return not plain and min(weight.shape[:2]) >= (64 if torch.is_grad_enabled() else 100) and len(x)*x.shape[2]*x.shape[3] >= 512
+    plain = (
+        tuple(weight.shape[2:]) != (3, 3)
+        or tuple(stride) != (1, 1)
+        or x.device.type != "cpu"
+        or x.dtype != torch.float32
+        or torch.func.debug_unwrap(x) is not x
+    )
+    return (
+        not plain
+        and min(weight.shape[:2]) >= (64 if torch.is_grad_enabled() else 100)
+        and len(x) * x.shape[2] * x.shape[3] >= 512
+    )
+
 
 def convolve(x, weight, bias=None, stride=(1, 1), padding=(0, 0)) -> torch.Tensor:
     "A convolution, the faster way."
-    return winograd(x, weight, bias, padding[0]) if pays(x, weight, stride) and padding[0] == padding[1] else F.conv2d(x, weight, bias, stride, padding)
+    return (
+        winograd(x, weight, bias, padding[0])
+        if pays(x, weight, stride) and padding[0] == padding[1]
+        else F.conv2d(x, weight, bias, stride, padding)
+    )
 
 # %% ../nbs/05_backbones.ipynb #45bcde1d
 def fold_affine(
-    conv, # nn.Conv2d
-    norm, # the AffineNorm, or BatchNorm2d in evaluation mode, that follows it
-) -> tuple: # weight, bias
+    conv,  # nn.Conv2d
+    norm,  # the AffineNorm, or BatchNorm2d in evaluation mode, that follows it
+) -> tuple:  # weight, bias
     "Weight and bias of the one convolution that does the work of both."
-    mean, var = (norm.running_mean, norm.running_var) if isinstance(norm, nn.BatchNorm2d) else (0., torch.ones_like(norm.weight))
-    s = norm.weight/(var + norm.eps)**.5
-    b = 0. if conv.bias is None else conv.bias
-    return conv.weight*s[:, None, None, None], (b - mean)*s + norm.bias
+    mean, var = (
+        (norm.running_mean, norm.running_var)
+        if isinstance(norm, nn.BatchNorm2d)
+        else (0.0, torch.ones_like(norm.weight))
+    )
+    s = norm.weight / (var + norm.eps) ** 0.5
+    b = 0.0 if conv.bias is None else conv.bias
+    return conv.weight * s[:, None, None, None], (b - mean) * s + norm.bias
+
 
 def folds(norm) -> bool:
     "Whether `norm` is an affine map at the moment."
@@ -120,64 +188,76 @@ def folds(norm) -> bool:
 # %% ../nbs/05_backbones.ipynb #157ffffb
 def knows_norm(x, conv, norm) -> bool:
     "Whether the patches of `x` are small enough to normalise a filter's answers before they are computed."
-    plain = conv.kernel_size != (3, 3) or conv.stride != (1, 1) or x.requires_grad or torch.func.debug_unwrap(x) is not x
+    plain = (
+        conv.kernel_size != (3, 3) or conv.stride != (1, 1) or x.requires_grad or torch.func.debug_unwrap(x) is not x
+    )
     return type(norm) is InstanceNorm and not plain and x.shape[1] <= 3
+
 
 def patch_norm(x, conv, norm) -> torch.Tensor:
     "`norm(conv(x))` for per-image normalisation and few channels: (B, K, H', W'), channels last in memory."
-    w, h = conv.weight.flatten(1), x.shape[2] + 2*conv.padding[0] - 2
+    w, h = conv.weight.flatten(1), x.shape[2] + 2 * conv.padding[0] - 2
     p = F.unfold(x, 3, padding=conv.padding).mT
-    p = p - p.mean(1, keepdim=True)                                                       # (B, L, 9 C)
-    s = norm.weight*((w @ (p.mT @ p/p.shape[1]))*w).sum(-1).add(norm.eps).rsqrt()         # (B, K)
-    shift = norm.bias if conv.bias is None else norm.bias + 0*conv.bias                   # which cancels: its gradient is there, and zero
-    filters = torch.cat([w.t()*s[:, None], shift.expand_as(s)[:, None]], 1)               # the last row meets a one in every patch
-    return torch.bmm(F.pad(p, (0, 1), value=1.), filters).unflatten(1, (h, -1)).permute(0, 3, 1, 2)
+    p = p - p.mean(1, keepdim=True)  # (B, L, 9 C)
+    s = norm.weight * ((w @ (p.mT @ p / p.shape[1])) * w).sum(-1).add(norm.eps).rsqrt()  # (B, K)
+    shift = (
+        norm.bias if conv.bias is None else norm.bias + 0 * conv.bias
+    )  # which cancels: its gradient is there, and zero
+    filters = torch.cat([w.t() * s[:, None], shift.expand_as(s)[:, None]], 1)  # the last row meets a one in every patch
+    return torch.bmm(F.pad(p, (0, 1), value=1.0), filters).unflatten(1, (h, -1)).permute(0, 3, 1, 2)
+
 
 def conv_norm(
-    x,    # (B, C, H, W)
-    conv, # nn.Conv2d
-    norm, # what follows it
+    x,  # (B, C, H, W)
+    conv,  # nn.Conv2d
+    norm,  # what follows it
 ) -> torch.Tensor:
     "`norm(conv(x))`, in one operation where that is exact."
-    if knows_norm(x, conv, norm): return patch_norm(x, conv, norm)
-    if not folds(norm): return norm(convolve(x, conv.weight, conv.bias, conv.stride, conv.padding))
+    if knows_norm(x, conv, norm):
+        return patch_norm(x, conv, norm)
+    if not folds(norm):
+        return norm(convolve(x, conv.weight, conv.bias, conv.stride, conv.padding))
     return convolve(x, *fold_affine(conv, norm), conv.stride, conv.padding)
 
 # %% ../nbs/05_backbones.ipynb #eda95458
 def pool2(
-    x,    # (B, C, H, W), before ReLU
-    kind, # max | avg | "" for none
+    x,  # (B, C, H, W), before ReLU
+    kind,  # max | avg | "" for none
 ) -> torch.Tensor:
     "ReLU and 2x2 pooling."
-    if kind == "max": return F.relu(F.max_pool2d(lay_out(x, True), 2))
+    if kind == "max":
+        return F.relu(F.max_pool2d(lay_out(x, True), 2))
     return F.avg_pool2d(F.relu(x), 2) if kind == "avg" else F.relu(x)
 
 # %% ../nbs/05_backbones.ipynb #f569e634
 def make_conv(
-    c_in,           # channels in
-    c_out,          # channels out
-    k=3,            # side of the filters
+    c_in,  # channels in
+    c_out,  # channels out
+    k=3,  # side of the filters
     stride=1,
     padding=0,
     bias=False,
-    fan="fan_in",   # fan_in | fan_out
-    generator=None, # torch generator (None: torch's own)
+    fan="fan_in",  # fan_in | fan_out
+    generator=None,  # torch generator (None: torch's own)
 ) -> nn.Conv2d:
     "A convolution whose weights depend on `generator` alone."
     conv = nn.utils.skip_init(nn.Conv2d, c_in, c_out, k, stride=stride, padding=padding, bias=bias)
     nn.init.kaiming_normal_(conv.weight, mode=fan, nonlinearity="relu", generator=generator)
-    if bias: nn.init.zeros_(conv.bias)
+    if bias:
+        nn.init.zeros_(conv.bias)
     return conv
 
 # %% ../nbs/05_backbones.ipynb #f5059582
 class ConvBlock(nn.Module):
     "3x3 convolution, norm, ReLU and, if asked for, pooling."
-    def __init__(self,
-        c_in,           # channels in
-        c_out,          # channels out
-        norm="batch",   # affine | instance | batch
-        pool="",        # max | avg | "" for none
-        **kwargs,       # padding, bias, fan, generator of `make_conv`
+
+    def __init__(
+        self,
+        c_in,  # channels in
+        c_out,  # channels out
+        norm="batch",  # affine | instance | batch
+        pool="",  # max | avg | "" for none
+        **kwargs,  # padding, bias, fan, generator of `make_conv`
     ):
         super().__init__()
         self.conv, self.norm, self.pool = make_conv(c_in, c_out, **kwargs), NORMS[norm](c_out), pool
@@ -188,45 +268,66 @@ class ConvBlock(nn.Module):
 # %% ../nbs/05_backbones.ipynb #c24612ee
 class ConvNet(nn.Module):
     "A chain of blocks; the last feature map, flattened, is the feature vector."
-    def __init__(self,
-        shape,            # (C, H, W) of the images
-        width,            # channels of every block
-        pools,            # for each block max | avg | ""
-        norm="batch",     # affine | instance | batch
-        padding=1,        # of the convolutions
-        at_least=0,       # smaller images are padded to this side by their own edges
-        **kwargs,         # bias, fan, generator of `make_conv`
+
+    def __init__(
+        self,
+        shape,  # (C, H, W) of the images
+        width,  # channels of every block
+        pools,  # for each block max | avg | ""
+        norm="batch",  # affine | instance | batch
+        padding=1,  # of the convolutions
+        at_least=0,  # smaller images are padded to this side by their own edges
+        **kwargs,  # bias, fan, generator of `make_conv`
     ):
         super().__init__()
         c, *sides = shape
         self.pad = [p for n in reversed(sides) for p in split_pad(at_least - n)]
         sides = [max(n, at_least) for n in sides]
-        for pool in pools: sides = [(n + 2*padding - 2)//(2 if pool else 1) for n in sides]
-        if min(sides) < 1: raise AimError(f"Images of {shape[1]}x{shape[2]} pixels are too small for this backbone; use larger images.")
-        self.blocks = nn.Sequential(*(ConvBlock(width if i else c, width, norm, p, padding=padding, **kwargs) for i, p in enumerate(pools)))
-        self.d_out = width*sides[0]*sides[1]
+        for pool in pools:
+            sides = [(n + 2 * padding - 2) // (2 if pool else 1) for n in sides]
+        if min(sides) < 1:
+            raise AimError(
+                f"Images of {shape[1]}x{shape[2]} pixels are too small for this backbone; use larger images."
+            )
+        self.blocks = nn.Sequential(
+            *(ConvBlock(width if i else c, width, norm, p, padding=padding, **kwargs) for i, p in enumerate(pools))
+        )
+        self.d_out = width * sides[0] * sides[1]
 
     def forward(self, x):
-        if any(self.pad): x = F.pad(x, self.pad, mode="replicate")
+        if any(self.pad):
+            x = F.pad(x, self.pad, mode="replicate")
         return self.blocks(x).flatten(1)
+
 
 def split_pad(n) -> tuple:
     "`n` pixels (none if negative) as those before and those after."
-    return (max(n, 0)//2, max(n, 0) - max(n, 0)//2)
+    return (max(n, 0) // 2, max(n, 0) - max(n, 0) // 2)
 
 # %% ../nbs/05_backbones.ipynb #24365cbe
 def conv4(shape, norm="batch", generator=None, width=None) -> nn.Module:
     "Conv-4-64: four blocks, each halving the image; images under 32 pixels are padded to 32."
-    return ConvNet(shape, width or 64, ["max"]*4, norm, at_least=32, fan="fan_out", generator=generator)
+    return ConvNet(shape, width or 64, ["max"] * 4, norm, at_least=32, fan="fan_out", generator=generator)
+
 
 def oml_rln(shape, norm="affine", generator=None, width=None) -> nn.Module:
     "OML's representation network: six blocks of 112; large images are pooled once more."
     pools = ["max", "", "max", "", "max", "avg"] if min(shape[1:]) > 48 else ["", "max", "", "max", "", "avg"]
     return ConvNet(shape, width or 112, pools, norm, bias=True, generator=generator)
 
+
 def anml_nm(shape, norm="affine", generator=None, width=None) -> nn.Module:
     "ANML's neuromodulatory network without its output layer: three blocks of 112, no padding."
-    return ConvNet(shape, width or 112, ["max", "max", "max" if min(shape[1:]) > 48 else ""], norm, padding=0, bias=True, generator=generator)
+    return ConvNet(
+        shape,
+        width or 112,
+        ["max", "max", "max" if min(shape[1:]) > 48 else ""],
+        norm,
+        padding=0,
+        bias=True,
+        generator=generator,
+    )
+
 
 def anml_p(shape, norm="affine", generator=None, width=None) -> nn.Module:
     "ANML's prediction network: as `anml_nm`, 256 wide."
@@ -235,6 +336,7 @@ def anml_p(shape, norm="affine", generator=None, width=None) -> nn.Module:
 # %% ../nbs/05_backbones.ipynb #02161d7b
 class WideBlock(nn.Module):
     "Two 3x3 convolutions, each after norm and ReLU, beside a skip connection."
+
     def __init__(self, c_in, c_out, stride, norm="batch", generator=None):
         super().__init__()
         kw = dict(fan="fan_out", generator=generator)
@@ -250,16 +352,21 @@ class WideBlock(nn.Module):
 # %% ../nbs/05_backbones.ipynb #b95e6bb3
 class WideResNet(nn.Module):
     "WRN-28-k; strides 1, 2, 2 up to 48 pixels, else 2, 2, 2."
+
     def __init__(self, shape, k=10, norm="batch", generator=None):
         super().__init__()
         self.last = norm != "instance"
         self.conv = make_conv(shape[0], 16, padding=1, fan="fan_out", generator=generator)
         c, blocks = 16, []
-        for width, stride in zip((16*k, 32*k, 64*k), (1 if min(shape[1:]) <= 48 else 2, 2, 2)):
-            for s in (stride, 1, 1, 1): blocks.append(WideBlock(c, width, s, norm, generator)); c = width
+        for width, stride in zip((16 * k, 32 * k, 64 * k), (1 if min(shape[1:]) <= 48 else 2, 2, 2)):
+            for s in (stride, 1, 1, 1):
+                blocks.append(WideBlock(c, width, s, norm, generator))
+                c = width
         self.blocks, self.norm, self.d_out = nn.Sequential(*blocks), NORMS[norm](c), c
 
-    def forward(self, x): return F.relu(self.norm(self.blocks(self.conv(lay_out(x, self.last))))).mean((2, 3))
+    def forward(self, x):
+        return F.relu(self.norm(self.blocks(self.conv(lay_out(x, self.last))))).mean((2, 3))
+
 
 def wrn_28_10(shape, norm="batch", generator=None, width=None) -> nn.Module:
     "WRN-28-10; `width` is the widening factor."
@@ -268,38 +375,46 @@ def wrn_28_10(shape, norm="batch", generator=None, width=None) -> nn.Module:
 # %% ../nbs/05_backbones.ipynb #25b1eb26
 BACKBONES = {"conv4": conv4, "wrn-28-10": wrn_28_10, "oml-rln": oml_rln, "anml-nm": anml_nm, "anml-p": anml_p}
 
+
 def register_backbone(
-    name, # to ask for it by
-    fn,   # fn(shape, norm, generator, width) -> nn.Module
+    name,  # to ask for it by
+    fn,  # fn(shape, norm, generator, width) -> nn.Module
 ):
     "Let `make_backbone` know another network."
-    if name in BACKBONES and BACKBONES[name] is not fn: raise AimError(f"There is a backbone {name!r} already; choose another name.")
+    if name in BACKBONES and BACKBONES[name] is not fn:
+        raise AimError(f"There is a backbone {name!r} already; choose another name.")
     BACKBONES[name] = fn
 
+
 def as_backbone(
-    module, # maps (B, C, H, W) to (B, d_out)
+    module,  # maps (B, C, H, W) to (B, d_out)
     shape,  # (C, H, W) of the images
 ) -> nn.Module:
     "Any module as a backbone: with `d_out`, measured by one blank image where it is missing."
-    if isinstance(getattr(module, "d_out", None), int): return module
+    if isinstance(getattr(module, "d_out", None), int):
+        return module
     training = module.training
-    with torch.no_grad(): out = module.eval()(next((p.new_zeros(1, *shape) for p in module.parameters()), torch.zeros(1, *shape)))
-    if out.ndim != 2: raise AimError(f"A backbone should give (B, d_out) features, not {tuple(out.shape)}; flatten its output.")
+    with torch.no_grad():
+        out = module.eval()(next((p.new_zeros(1, *shape) for p in module.parameters()), torch.zeros(1, *shape)))
+    if out.ndim != 2:
+        raise AimError(f"A backbone should give (B, d_out) features, not {tuple(out.shape)}; flatten its output.")
     module.d_out = out.shape[1]
     return module.train(training)
 
 # %% ../nbs/05_backbones.ipynb #e1158e2c
 def make_backbone(
-    name,           # conv4 | wrn-28-10 | oml-rln | anml-nm | anml-p | a registered name | a module | a function
-    shape,          # (C, H, W) of the images
-    norm="batch",   # affine | instance | batch
-    generator=None, # torch generator of the first weights (None: torch's own)
-    width=None,     # channels (WRN: widening factor) instead of the paper's
+    name,  # conv4 | wrn-28-10 | oml-rln | anml-nm | anml-p | a registered name | a module | a function
+    shape,  # (C, H, W) of the images
+    norm="batch",  # affine | instance | batch
+    generator=None,  # torch generator of the first weights (None: torch's own)
+    width=None,  # channels (WRN: widening factor) instead of the paper's
 ) -> nn.Module:
     "A network from normalised images (B, C, H, W) to features (B, d_out)."
     check_choice("norm", norm, tuple(NORMS))
-    if len(shape) != 3: raise AimError(f"shape should be (channels, height, width), not {tuple(shape)}.")
-    if isinstance(name, nn.Module): return as_backbone(name, shape)
+    if len(shape) != 3:
+        raise AimError(f"shape should be (channels, height, width), not {tuple(shape)}.")
+    if isinstance(name, nn.Module):
+        return as_backbone(name, shape)
     fn = name if callable(name) else BACKBONES[check_choice("backbone", name, tuple(BACKBONES))]
     return as_backbone(fn(tuple(shape), norm, generator, width), shape)
 
@@ -308,12 +423,21 @@ def count_parameters(module) -> int:
     "Trainable numbers in a module."
     return sum(p.numel() for p in module.parameters())
 
+
 def count_macs(
-    module, # any network
+    module,  # any network
     shape,  # (C, H, W) of an image
 ) -> dict:
     "Multiply-adds of one image, for each part of the module that has any; the whole under ''."
     ghost = copy.deepcopy(module).to("meta").eval()
-    with FlopCounterMode(display=False) as counter: ghost(torch.empty(1, *shape, device="meta"))
+    with FlopCounterMode(display=False) as counter:
+        ghost(torch.empty(1, *shape, device="meta"))
     top = type(ghost).__name__
-    return {"": counter.get_total_flops()//2, **{k[len(top) + 1:]: sum(v.values())//2 for k, v in counter.get_flop_counts().items() if k.startswith(top + ".")}}
+    return {
+        "": counter.get_total_flops() // 2,
+        **{
+            k[len(top) + 1 :]: sum(v.values()) // 2
+            for k, v in counter.get_flop_counts().items()
+            if k.startswith(top + ".")
+        },
+    }

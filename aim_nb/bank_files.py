@@ -16,44 +16,51 @@ __all__ = ['PARTS', 'IMAGES', 'ARRAYS', 'VERSION', 'FULL', 'DAMAGED', 'Bank', 'd
            'load_bank']
 
 # %% ../nbs/02_bank_files.ipynb #78595340
-PARTS = ("train", "val", "test")                                # class splits
-IMAGES = {"train": 0, "test": 1}                                # values of `split`
+PARTS = ("train", "val", "test")  # class splits
+IMAGES = {"train": 0, "test": 1}  # values of `split`
 ARRAYS = {"images": "uint8", "labels": "int64", "split": "uint8"}
-VERSION = 1                                                     # of the files' format
+VERSION = 1  # of the files' format
 
 # %% ../nbs/02_bank_files.ipynb #564ebd4a
 @dataclass
 class Bank:
     "A dataset: its images, the class of each, and which classes are for training, validation and testing."
+
     name: str
     images: np.ndarray  # (N, H, W, C) uint8
     labels: np.ndarray  # (N,) int64, ascending
-    split: np.ndarray   # (N,) uint8, 0 train / 1 test
-    class_names: list   # one a label
-    splits: dict        # train, val, test -> labels
-    info: dict          # bank.json
+    split: np.ndarray  # (N,) uint8, 0 train / 1 test
+    class_names: list  # one a label
+    splits: dict  # train, val, test -> labels
+    info: dict  # bank.json
 
     @property
-    def shape(self) -> tuple: return tuple(self.images.shape[1:])
+    def shape(self) -> tuple:
+        return tuple(self.images.shape[1:])
 
     @property
-    def sha(self) -> str: return content_key([self.info["sha256"], self.class_names, self.splits])
+    def sha(self) -> str:
+        return content_key([self.info["sha256"], self.class_names, self.splits])
 
     @property
-    def alphabets(self) -> list: return [n.rpartition("/")[0] for n in self.class_names]
+    def alphabets(self) -> list:
+        return [n.rpartition("/")[0] for n in self.class_names]
 
     @functools.cached_property
-    def _starts(self): return np.searchsorted(self.labels, np.arange(len(self.class_names) + 1))
+    def _starts(self):
+        return np.searchsorted(self.labels, np.arange(len(self.class_names) + 1))
 
     def classes(self, split="train") -> np.ndarray:
         "The labels of a class split."
-        if split == "all": return np.arange(len(self.class_names))
+        if split == "all":
+            return np.arange(len(self.class_names))
         return np.array(self.splits[check_choice("split", split, (*PARTS, "all"))], dtype=np.int64)
 
     def rows(self, label, images="all") -> np.ndarray:
         "The rows of one class: all, or its training or test images."
         rows = np.arange(self._starts[label], self._starts[label + 1])
-        if images == "all": return rows
+        if images == "all":
+            return rows
         return rows[self.split[rows] == IMAGES[check_choice("images", images, ("all", *IMAGES))]]
 
     def class_rows(self, split="train", images="all") -> list:
@@ -66,136 +73,208 @@ class Bank:
 
 # %% ../nbs/02_bank_files.ipynb #6085bef2
 def _save_blocks(
-    path,    # the .npy file
+    path,  # the .npy file
     blocks,  # arrays that follow each other along the first axis
-    n,       # how many rows there will be
-    desc="", # of the progress bar
+    n,  # how many rows there will be
+    desc="",  # of the progress bar
 ) -> str:
     "Write `blocks` as one array of `n` rows and return the sha256 of its bytes."
-    blocks = iter(blocks); first = np.asarray(next(blocks))
+    blocks = iter(blocks)
+    first = np.asarray(next(blocks))
     sha, done = hashlib.sha256(), 0
     head = dict(descr=np.lib.format.dtype_to_descr(first.dtype), fortran_order=False, shape=(n, *first.shape[1:]))
     with open(path, "wb") as f, progress(total=n, desc=desc, unit=" images", disable=not desc) as bar:
         np.lib.format.write_array_header_1_0(f, head)
         for block in itertools.chain([first], blocks):
-            if block.shape[1:] != first.shape[1:] or block.dtype != first.dtype: raise AimError(f"Images of a bank share one shape and type; found {block.shape[1:]} after {first.shape[1:]}.")
+            if block.shape[1:] != first.shape[1:] or block.dtype != first.dtype:
+                raise AimError(
+                    f"Images of a bank share one shape and type; found {block.shape[1:]} after {first.shape[1:]}."
+                )
             data = np.ascontiguousarray(block).data
-            f.write(data); sha.update(data); done += len(block); bar.update(len(block))
-        f.flush(); os.fsync(f.fileno())
-    if done != n: raise AimError(f"There are {done} images for {n} labels; the source is not what it says it is.")
+            f.write(data)
+            sha.update(data)
+            done += len(block)
+            bar.update(len(block))
+        f.flush()
+        os.fsync(f.fileno())
+    if done != n:
+        raise AimError(f"There are {done} images for {n} labels; the source is not what it says it is.")
     return sha.hexdigest()
 
 # %% ../nbs/02_bank_files.ipynb #5e5a2992
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DAMAGED = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, pickle.UnpicklingError, Image.DecompressionBombError, UnicodeError, csv.Error, SyntaxError, tokenize.TokenError, struct.error, AssertionError,
-           RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError)
+DAMAGED = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    EOFError,
+    pickle.UnpicklingError,
+    Image.DecompressionBombError,
+    UnicodeError,
+    csv.Error,
+    SyntaxError,
+    tokenize.TokenError,
+    struct.error,
+    AssertionError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
+
 
 @contextlib.contextmanager
 def disk_errors(
-    path, # the file or directory at hand
+    path,  # the file or directory at hand
 ):
     "Say in one sentence what the disk has against `path`."
-    try: yield
+    try:
+        yield
     except OSError as e:
-        if e.errno in FULL: raise AimError(f"The disk is full: {path} could not be written and nothing was kept; free some space or set AIM_DATA to another place.") from e
-        if e.errno is None: raise  # not the disk: Pillow says this of a broken picture
+        if e.errno in FULL:
+            raise AimError(
+                f"The disk is full: {path} could not be written and nothing was kept; free some space or set AIM_DATA to another place."
+            ) from e
+        if e.errno is None:
+            raise  # not the disk: Pillow says this of a broken picture
         raise AimError(f"{e.filename or path}: {e.strerror}; mend that or set AIM_DATA to another place.") from e
 
 # %% ../nbs/02_bank_files.ipynb #21233572
 @contextlib.contextmanager
 def file_errors(
-    path, # a file from outside
+    path,  # a file from outside
 ):
     "The same for reading, where whatever goes wrong means that the file is not what it should be."
     try:
-        with disk_errors(path): yield
-    except AimError: raise
-    except (OSError, *DAMAGED) as e: raise AimError(f"{path} is damaged or incomplete ({type(e).__name__}: {' '.join(str(e).split())[:80]}); delete it and get it again.") from e
+        with disk_errors(path):
+            yield
+    except AimError:
+        raise
+    except (OSError, *DAMAGED) as e:
+        raise AimError(
+            f"{path} is damaged or incomplete ({type(e).__name__}: {' '.join(str(e).split())[:80]}); delete it and get it again."
+        ) from e
 
 # %% ../nbs/02_bank_files.ipynb #7038642f
 def _commit(ready, dir):
     "Move a finished bank into place; a reader sees the old bank, none, or the new one."
-    (dir/"bank.json").unlink(missing_ok=True)
-    for name in (*(f"{a}.npy" for a in ARRAYS), "bank.json"): os.replace(ready/name, dir/name)
+    (dir / "bank.json").unlink(missing_ok=True)
+    for name in (*(f"{a}.npy" for a in ARRAYS), "bank.json"):
+        os.replace(ready / name, dir / name)
     ready.rmdir()
 
 # %% ../nbs/02_bank_files.ipynb #511a3b97
 def _check_parts(labels, split, class_names, splits):
     "Refuse labels and splits that do not fit together."
     used = [c for part in PARTS for c in splits[part]]
-    if len(set(used)) != len(used): raise AimError("A class stands in two of the splits train, val and test; they must be disjoint.")
-    if set(used) - set(range(len(class_names))): raise AimError("A split names a class that the bank does not have.")
-    if len(labels) != len(split) or (np.diff(labels) < 0).any(): raise AimError("Labels must ascend, and each image needs a label and a split.")
-    if len(set(labels.tolist())) != len(class_names) or labels[0] < 0 or labels[-1] >= len(class_names): raise AimError("Each class needs at least one image.")
+    if len(set(used)) != len(used):
+        raise AimError("A class stands in two of the splits train, val and test; they must be disjoint.")
+    if set(used) - set(range(len(class_names))):
+        raise AimError("A split names a class that the bank does not have.")
+    if len(labels) != len(split) or (np.diff(labels) < 0).any():
+        raise AimError("Labels must ascend, and each image needs a label and a split.")
+    if len(set(labels.tolist())) != len(class_names) or labels[0] < 0 or labels[-1] >= len(class_names):
+        raise AimError("Each class needs at least one image.")
 
 # %% ../nbs/02_bank_files.ipynb #eb7c076c
 def _save_text(path, text):
     "Write text and wait until it is on the disk."
-    with open(path, "w", encoding="utf-8") as f: f.write(text); f.flush(); os.fsync(f.fileno())
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
 
 def _write_files(tmp, name, images, arrays, **info):
     "The four files of a bank, in a directory of their own."
     blocks, n = [images] if isinstance(images, np.ndarray) else images, len(arrays["labels"])
-    sha = {"images": _save_blocks(tmp/"images.npy", blocks, n, f"building {name}" if n > 5000 else "")}
-    sha |= {k: _save_blocks(tmp/f"{k}.npy", [v], n) for k, v in arrays.items()}
-    shape = np.load(tmp/"images.npy", mmap_mode="r").shape
-    _save_text(tmp/"bank.json", json.dumps(dict(format="aim_nb bank", version=VERSION, name=name, shape=shape, sha256=sha, **info), indent=1))
+    sha = {"images": _save_blocks(tmp / "images.npy", blocks, n, f"building {name}" if n > 5000 else "")}
+    sha |= {k: _save_blocks(tmp / f"{k}.npy", [v], n) for k, v in arrays.items()}
+    shape = np.load(tmp / "images.npy", mmap_mode="r").shape
+    _save_text(
+        tmp / "bank.json",
+        json.dumps(dict(format="aim_nb bank", version=VERSION, name=name, shape=shape, sha256=sha, **info), indent=1),
+    )
 
 # %% ../nbs/02_bank_files.ipynb #6e60bee2
 def write_bank(
-    dir,         # where the four files go
-    name,        # as the user calls the dataset
-    images,      # (N, H, W, C) uint8, or an iterable of blocks of it
-    labels,      # (N,) ascending
-    split,       # (N,) 0 train / 1 test
-    class_names, # one a label
-    splits,      # train, val, test -> labels
-    source,      # where the images come from, in words
-    **extra,     # more to remember in bank.json
+    dir,  # where the four files go
+    name,  # as the user calls the dataset
+    images,  # (N, H, W, C) uint8, or an iterable of blocks of it
+    labels,  # (N,) ascending
+    split,  # (N,) 0 train / 1 test
+    class_names,  # one a label
+    splits,  # train, val, test -> labels
+    source,  # where the images come from, in words
+    **extra,  # more to remember in bank.json
 ) -> Path:
     "Write a bank, whole or not at all."
-    dir = Path(dir); made = not dir.exists()
+    dir = Path(dir)
+    made = not dir.exists()
     arrays = dict(labels=np.asarray(labels, np.int64), split=np.asarray(split, np.uint8))
     splits = {p: sorted(map(int, splits[p])) for p in PARTS}
     _check_parts(*arrays.values(), class_names, splits)
     try:
         with disk_errors(dir):
             dir.mkdir(parents=True, exist_ok=True)
-            with atomic_dir(dir/".ready") as tmp: _write_files(tmp, name, images, arrays, source=source, splits=splits, class_names=list(class_names), **extra)
-            _commit(dir/".ready", dir)
+            with atomic_dir(dir / ".ready") as tmp:
+                _write_files(
+                    tmp, name, images, arrays, source=source, splits=splits, class_names=list(class_names), **extra
+                )
+            _commit(dir / ".ready", dir)
     finally:
-        if made and dir.exists() and not any(dir.iterdir()): dir.rmdir()
+        if made and dir.exists() and not any(dir.iterdir()):
+            dir.rmdir()
     return dir
 
 # %% ../nbs/02_bank_files.ipynb #df5127c9
 def _json_text(dir):
     "The text of bank.json and a stamp that tells this very file from one with the same text; empty where there is none."
     try:
-        with open(dir/"bank.json", encoding="utf-8") as f: stat = os.fstat(f.fileno()); return f.read(), (stat.st_ino, stat.st_mtime_ns)
-    except FileNotFoundError: return "", None
+        with open(dir / "bank.json", encoding="utf-8") as f:
+            stat = os.fstat(f.fileno())
+            return f.read(), (stat.st_ino, stat.st_mtime_ns)
+    except FileNotFoundError:
+        return "", None
+
 
 def _read_files(dir):
     "bank.json and the arrays, read while no other process was replacing them."
     for _ in range(50):
         text, stamp = _json_text(dir)
-        arrays = {k: np.load(dir/f"{k}.npy", mmap_mode="r" if k == "images" else None, allow_pickle=False) for k in ARRAYS}
-        if text and _json_text(dir) == (text, stamp): return json.loads(text), arrays
-        time.sleep(.02)
+        arrays = {
+            k: np.load(dir / f"{k}.npy", mmap_mode="r" if k == "images" else None, allow_pickle=False) for k in ARRAYS
+        }
+        if text and _json_text(dir) == (text, stamp):
+            return json.loads(text), arrays
+        time.sleep(0.02)
     raise AimError("bank.json is not there")
 
 # %% ../nbs/02_bank_files.ipynb #a9ad3059
 def load_bank(
-    dir, # a directory with the four files
+    dir,  # a directory with the four files
 ) -> Bank:
     "Open the bank in `dir`, checking what can be checked without reading the images."
     dir = Path(dir)
     try:
         with file_errors(dir):
             info, arrays = _read_files(dir)
-            if info["format"] != "aim_nb bank" or info["version"] != VERSION: raise AimError(f"it has format {info['format']} {info['version']}, not {VERSION}")
+            if info["format"] != "aim_nb bank" or info["version"] != VERSION:
+                raise AimError(f"it has format {info['format']} {info['version']}, not {VERSION}")
             for k, kind in ARRAYS.items():
-                if arrays[k].dtype != kind or list(arrays[k].shape) != info["shape"][:arrays[k].ndim] or arrays[k].ndim != (4 if k == "images" else 1): raise AimError(f"{k}.npy is not what bank.json says")
-            _check_parts(arrays["labels"], arrays["split"], info["class_names"], info["splits"]); info["sha256"], info["source"]
+                if (
+                    arrays[k].dtype != kind
+                    or list(arrays[k].shape) != info["shape"][: arrays[k].ndim]
+                    or arrays[k].ndim != (4 if k == "images" else 1)
+                ):
+                    raise AimError(f"{k}.npy is not what bank.json says")
+            _check_parts(arrays["labels"], arrays["split"], info["class_names"], info["splits"])
+            info["sha256"], info["source"]
             return Bank(info["name"], **arrays, class_names=info["class_names"], splits=info["splits"], info=info)
     except AimError as e:
-        raise AimError(f"The bank in {dir} cannot be used ({str(e).split('; delete')[0].rstrip('.')}); run `aim-nb data prepare {dir.name}` to build it again.") from e
+        raise AimError(
+            f"The bank in {dir} cannot be used ({str(e).split('; delete')[0].rstrip('.')}); run `aim-nb data prepare {dir.name}` to build it again."
+        ) from e

@@ -19,39 +19,59 @@ __all__ = ['BIG', 'FORMATS', 'SUFFIXES', 'ALLOWED', 'EXPECT', 'FORMS', 'MINI', '
            'read_folder']
 
 # %% ../nbs/02_bank_sources.ipynb #b3338359
-BIG = dict(members=200_000, member=1 << 28, total=1 << 33, pixels=1 << 26)  # far above any dataset here, far below what would hurt
+BIG = dict(
+    members=200_000, member=1 << 28, total=1 << 33, pixels=1 << 26
+)  # far above any dataset here, far below what would hurt
+
 
 def _safe_member(name, size, where):
     "Refuse a member that would leave the directory or fill the memory."
     parts = PurePosixPath(name.replace("\\", "/")).parts
-    if ".." in parts or name.startswith(("/", "\\")) or ":" in name[:3]: raise AimError(f"{where} holds a file named {name!r}, outside its own directory: refused, nothing was unpacked.")
-    if size > BIG["member"]: raise AimError(f"{where}: {name!r} unpacks to {size:,} bytes, more than any file of this dataset: refused.")
+    if ".." in parts or name.startswith(("/", "\\")) or ":" in name[:3]:
+        raise AimError(
+            f"{where} holds a file named {name!r}, outside its own directory: refused, nothing was unpacked."
+        )
+    if size > BIG["member"]:
+        raise AimError(f"{where}: {name!r} unpacks to {size:,} bytes, more than any file of this dataset: refused.")
 
 # %% ../nbs/02_bank_sources.ipynb #8b5e0ef7
 def _bounded(members, where):
     "The members (name, size, reader) as a dictionary, if they are safe and not too many."
     out, total = {}, 0
     for name, size, read in members:
-        _safe_member(name, size, where); total += size; out[name] = read
-        if total > BIG["total"] or len(out) > BIG["members"]: raise AimError(f"{where} unpacks to more than this dataset can hold: refused.")
+        _safe_member(name, size, where)
+        total += size
+        out[name] = read
+        if total > BIG["total"] or len(out) > BIG["members"]:
+            raise AimError(f"{where} unpacks to more than this dataset can hold: refused.")
     return out
 
 # %% ../nbs/02_bank_sources.ipynb #00fb4e19
 def _unzip(z, member):
     "A member of a zip, at most as long as it says."
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED): raise AimError(f"{z.filename}: {member.filename!r} is packed by another method than zip's usual one: refused.")
-    with z.open(member) as f: return f.read(max(member.file_size, 1))
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise AimError(f"{z.filename}: {member.filename!r} is packed by another method than zip's usual one: refused.")
+    with z.open(member) as f:
+        return f.read(max(member.file_size, 1))
+
 
 class _Gunzip(gzip.GzipFile):
     "A gzip stream that is never read in larger pieces than a member may be."
+
     def read(self, size=-1):
-        if size > BIG["member"]: raise AimError(f"{self.name} holds a piece of {size:,} bytes, more than any file of this dataset: refused.")
+        if size > BIG["member"]:
+            raise AimError(f"{self.name} holds a piece of {size:,} bytes, more than any file of this dataset: refused.")
         return super().read(size)
 
 # %% ../nbs/02_bank_sources.ipynb #57a49775
 def _members(path, stack):
     "(name, size, reader) of every file in a folder, a zip or a tar archive."
-    if path.is_dir(): yield from ((p.relative_to(path).as_posix(), p.stat().st_size, p.read_bytes) for p in sorted(path.rglob("*")) if p.is_file())
+    if path.is_dir():
+        yield from (
+            (p.relative_to(path).as_posix(), p.stat().st_size, p.read_bytes)
+            for p in sorted(path.rglob("*"))
+            if p.is_file()
+        )
     elif path.suffix == ".zip":
         z = stack.enter_context(zipfile.ZipFile(path))
         yield from ((m.filename, m.file_size, functools.partial(_unzip, z, m)) for m in z.infolist() if not m.is_dir())
@@ -62,34 +82,42 @@ def _members(path, stack):
 # %% ../nbs/02_bank_sources.ipynb #035112a8
 @contextlib.contextmanager
 def open_files(
-    path, # a folder, a .zip or a .tar.gz
+    path,  # a folder, a .zip or a .tar.gz
 ):
     "The files below `path` by name, each a function that reads it; nothing is unpacked."
     with contextlib.ExitStack() as stack:
-        with file_errors(path): files = _bounded(_members(Path(path), stack), path)
+        with file_errors(path):
+            files = _bounded(_members(Path(path), stack), path)
         yield files
 
 # %% ../nbs/02_bank_sources.ipynb #ef921970
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 
+
 def decode(
     data,  # the bytes of a picture file
-    where, # its name, for the error
+    where,  # its name, for the error
     mode,  # "L" or "RGB"
 ) -> Image.Image:
     "A picture from outside, in memory."
     with file_errors(where):
         im = Image.open(io.BytesIO(data), formats=FORMATS)
-        if im.width*im.height > BIG["pixels"]: raise AimError(f"{where} claims to be {im.width} x {im.height} pixels, far more than a dataset needs: refused.")
+        if im.width * im.height > BIG["pixels"]:
+            raise AimError(
+                f"{where} claims to be {im.width} x {im.height} pixels, far more than a dataset needs: refused."
+            )
         return ImageOps.exif_transpose(im).convert(mode)
 
 # %% ../nbs/02_bank_sources.ipynb #de8fecfb
 class _Dtype:
     "Stands for numpy.dtype in a pickle: plain numbers and strings only."
+
     def __init__(self, code, *_):
         self.dtype = np.dtype(code.decode() if isinstance(code, bytes) else code)
-        if self.dtype.kind not in "biufSU": raise pickle.UnpicklingError(f"arrays of type {self.dtype} are refused")
+        if self.dtype.kind not in "biufSU":
+            raise pickle.UnpicklingError(f"arrays of type {self.dtype} are refused")
+
     def __setstate__(self, state):
         order = state[1].decode() if isinstance(state[1], bytes) else state[1]
         self.dtype = self.dtype.newbyteorder(order)
@@ -97,132 +125,213 @@ class _Dtype:
 # %% ../nbs/02_bank_sources.ipynb #0e7581ae
 class _Array(np.ndarray):
     "Stands for numpy.ndarray in a pickle: it is filled from bytes of the right length only."
-    def __new__(cls, *_): return super().__new__(cls, (0,), np.uint8)
+
+    def __new__(cls, *_):
+        return super().__new__(cls, (0,), np.uint8)
+
     def __setstate__(self, state):
         _, shape, kind, fortran, raw = state
         super().__setstate__((1, shape, kind.dtype, bool(fortran), _raw(raw)))
 
 # %% ../nbs/02_bank_sources.ipynb #849347a7
-def _raw(data): return data.encode("latin1") if isinstance(data, str) else bytes(data)
-def _rebuild(cls, *_): return _Array()
-def _scalar(kind, raw): return np.frombuffer(_raw(raw), kind.dtype)[0]
-def _encode(text, codec="latin1"): return text.encode("latin1")
-def _empty(): return b""  # Python 3 writes empty bytes for Python 2 as a call of bytes()
-def _buffer(raw, kind, shape, order): return np.frombuffer(raw, kind.dtype).reshape(shape, order=order)
+def _raw(data):
+    return data.encode("latin1") if isinstance(data, str) else bytes(data)
+
+
+def _rebuild(cls, *_):
+    return _Array()
+
+
+def _scalar(kind, raw):
+    return np.frombuffer(_raw(raw), kind.dtype)[0]
+
+
+def _encode(text, codec="latin1"):
+    return text.encode("latin1")
+
+
+def _empty():
+    return b""  # Python 3 writes empty bytes for Python 2 as a call of bytes()
+
+
+def _buffer(raw, kind, shape, order):
+    return np.frombuffer(raw, kind.dtype).reshape(shape, order=order)
 
 # %% ../nbs/02_bank_sources.ipynb #4584b519
-ALLOWED = {("numpy", "dtype"): _Dtype, ("numpy", "ndarray"): _Array, ("_codecs", "encode"): _encode, ("__builtin__", "bytes"): _empty, ("collections", "OrderedDict"): collections.OrderedDict,
-           **{(f"numpy.{core}.multiarray", name): f for core in ("core", "_core") for name, f in (("_reconstruct", _rebuild), ("scalar", _scalar))},
-           **{(f"numpy.{core}.numeric", "_frombuffer"): _buffer for core in ("core", "_core")}}
+ALLOWED = {
+    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): _Array,
+    ("_codecs", "encode"): _encode,
+    ("__builtin__", "bytes"): _empty,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    **{
+        (f"numpy.{core}.multiarray", name): f
+        for core in ("core", "_core")
+        for name, f in (("_reconstruct", _rebuild), ("scalar", _scalar))
+    },
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _buffer for core in ("core", "_core")},
+}
+
 
 class _Unpickler(pickle._Unpickler):
     "Knows the names of `ALLOWED` and no others."
+
     dispatch = {**pickle._Unpickler.dispatch}
 
     def find_class(self, module, name):
-        if (module, name) not in ALLOWED: raise AimError(f"asks for {module}.{name}, which is not data: refused, nothing was run.")
+        if (module, name) not in ALLOWED:
+            raise AimError(f"asks for {module}.{name}, which is not data: refused, nothing was run.")
         return ALLOWED[module, name]
 
     def load_build(self):
         "Fill a stand-in, and nothing else."
-        if type(self.stack[-2]) not in (_Dtype, _Array): raise AimError("changes something that is not an array: refused, nothing was run.")
+        if type(self.stack[-2]) not in (_Dtype, _Array):
+            raise AimError("changes something that is not an array: refused, nothing was run.")
         pickle._Unpickler.load_build(self)
+
     dispatch[pickle.BUILD[0]] = load_build
 
     def load_bytearray8(self):
         "As many bytes as there are."
         n = int.from_bytes(self.read(8), "little")
         self.append(bytearray(self.read(n)))
+
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
 # %% ../nbs/02_bank_sources.ipynb #9e723c92
 def read_pickle(
     data,  # the file's bytes
-    where, # its name, for the error
+    where,  # its name, for the error
 ) -> dict:
     "A dictionary of arrays and plain values from a pickle of Python 2 or 3."
     with file_errors(where):
-        try: out = _Unpickler(io.BytesIO(data), encoding="latin1").load()
-        except AimError as e: raise AimError(f"{where} {e}") from None
-        if not isinstance(out, dict): raise AimError(f"{where} should hold a dictionary.")
-        return {k.decode() if isinstance(k, bytes) else k: np.asarray(v) if isinstance(v, np.ndarray) else v for k, v in out.items()}
+        try:
+            out = _Unpickler(io.BytesIO(data), encoding="latin1").load()
+        except AimError as e:
+            raise AimError(f"{where} {e}") from None
+        if not isinstance(out, dict):
+            raise AimError(f"{where} should hold a dictionary.")
+        return {
+            k.decode() if isinstance(k, bytes) else k: np.asarray(v) if isinstance(v, np.ndarray) else v
+            for k, v in out.items()
+        }
 
 # %% ../nbs/02_bank_sources.ipynb #73df64de
-EXPECT = {"omniglot": dict(images_background=964, images_evaluation=659, each=20, side=105, names="b05c3d092791", val=63),
-          "cifar100": dict(train=500, test=100), "mini-imagenet": dict(each=600, side=84)}
+EXPECT = {
+    "omniglot": dict(images_background=964, images_evaluation=659, each=20, side=105, names="b05c3d092791", val=63),
+    "cifar100": dict(train=500, test=100),
+    "mini-imagenet": dict(each=600, side=84),
+}
+
 
 def _all_equal(what, found, expected, where):
     "Refuse content that differs from the published dataset."
-    if found != expected: raise AimError(f"{where} is not the published dataset: {what} should be {_short(expected)}, found {_short(found)}; get a fresh copy.")
+    if found != expected:
+        raise AimError(
+            f"{where} is not the published dataset: {what} should be {_short(expected)}, found {_short(found)}; get a fresh copy."
+        )
 
-def _short(value): return text if len(text := str(value)) < 60 else f"{text[:60]}..."
+
+def _short(value):
+    return text if len(text := str(value)) < 60 else f"{text[:60]}..."
+
 
 def _counts(what, counts, expected, where):
     "Refuse a class with another number of images."
-    for name, n in counts.items(): _all_equal(f"the number of {what} of class {name}", n, expected, where)
+    for name, n in counts.items():
+        _all_equal(f"the number of {what} of class {name}", n, expected, where)
+
 
 def _tail(counts, share):
     "0 / 1 for each image: of each class, the last `share` of them are test images."
-    return np.concatenate([np.arange(n) >= n - int(n*share) for n in counts]).astype(np.uint8)
+    return np.concatenate([np.arange(n) >= n - int(n * share) for n in counts]).astype(np.uint8)
 
 # %% ../nbs/02_bank_sources.ipynb #4b560729
 _DECLARED = []  # keeps the declarations alive
 
+
 def import_torchvision():
     "torchvision, also where a CUDA build of it stands beside a CPU-only torch."
-    try: return importlib.import_module("torchvision")
+    try:
+        return importlib.import_module("torchvision")
     except RuntimeError as e:
-        if "torchvision::nms" not in str(e): raise
+        if "torchvision::nms" not in str(e):
+            raise
     if not _DECLARED:
         _DECLARED.append(torch.library.Library("torchvision", "DEF"))
-        for op in ("nms", "qnms"): _DECLARED[0].define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    for name in [m for m in sys.modules if m.partition(".")[0] == "torchvision"]: del sys.modules[name]  # what the failed import left
+        for op in ("nms", "qnms"):
+            _DECLARED[0].define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    for name in [m for m in sys.modules if m.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]  # what the failed import left
     return importlib.import_module("torchvision")
 
 # %% ../nbs/02_bank_sources.ipynb #3387a0c7
 def official(
-    name, # omniglot or cifar100
+    name,  # omniglot or cifar100
 ) -> dict:
     "The published files of a dataset: path below the root -> (address or None, md5)."
     sets = import_torchvision().datasets
-    if name == "omniglot": return {f"omniglot-py/{k}.zip": (f"{sets.Omniglot.download_url_prefix}/{k}.zip", md5) for k, md5 in sets.Omniglot.zips_md5.items()}
+    if name == "omniglot":
+        return {
+            f"omniglot-py/{k}.zip": (f"{sets.Omniglot.download_url_prefix}/{k}.zip", md5)
+            for k, md5 in sets.Omniglot.zips_md5.items()
+        }
     c = sets.CIFAR100
-    return {c.filename: (c.url, c.tgz_md5)} | {f"{c.base_folder}/{k}": (None, md5) for k, md5 in (*c.train_list, *c.test_list, ("meta", c.meta["md5"]))}
+    return {c.filename: (c.url, c.tgz_md5)} | {
+        f"{c.base_folder}/{k}": (None, md5) for k, md5 in (*c.train_list, *c.test_list, ("meta", c.meta["md5"]))
+    }
 
 # %% ../nbs/02_bank_sources.ipynb #a4f29eb3
 def _md5(path):
-    with open(path, "rb") as f: return hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
 
 def _checksums(name, root, paths):
     "What the official checksums say about the files in use: a sentence for bank.json, and a warning when they differ."
-    known = {root/k: md5 for k, (_, md5) in official(name).items()}
+    known = {root / k: md5 for k, (_, md5) in official(name).items()}
     files = [f for p in paths for f in known if f == p or f.parent == p]
-    if not files: return "There is no official checksum for this form; accepted by its content."
+    if not files:
+        return "There is no official checksum for this form; accepted by its content."
     bad = [f.name for f in files if not f.exists() or _md5(f) != known[f]]
-    if not bad: return "The files have the official checksums."
-    warnings.warn(f"{name}: the checksum of {', '.join(bad)} is not the official one; counts, shapes and class names are right, so it is accepted.", stacklevel=5)
+    if not bad:
+        return "The files have the official checksums."
+    warnings.warn(
+        f"{name}: the checksum of {', '.join(bad)} is not the official one; counts, shapes and class names are right, so it is accepted.",
+        stacklevel=5,
+    )
     return f"The checksum of {', '.join(bad)} is not the official one; accepted by content."
 
 # %% ../nbs/02_bank_sources.ipynb #64d1fd36
 def _fetch(url, path, md5):
     "Download one file, whole or not at all."
-    import_torchvision(); path.parent.mkdir(parents=True, exist_ok=True)
+    import_torchvision()
+    path.parent.mkdir(parents=True, exist_ok=True)
     from torchvision.datasets.utils import download_url
-    before = socket.getdefaulttimeout(); socket.setdefaulttimeout(30)  # torchvision sets none and would wait for ever
+
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(30)  # torchvision sets none and would wait for ever
     try:
-        with atomic_dir(path.parent/f".{path.name}.ready") as tmp: download_url(url, str(tmp), path.name, md5)
-        os.replace(path.parent/f".{path.name}.ready"/path.name, path)
+        with atomic_dir(path.parent / f".{path.name}.ready") as tmp:
+            download_url(url, str(tmp), path.name, md5)
+        os.replace(path.parent / f".{path.name}.ready" / path.name, path)
     finally:
-        socket.setdefaulttimeout(before); shutil.rmtree(path.parent/f".{path.name}.ready", ignore_errors=True)
+        socket.setdefaulttimeout(before)
+        shutil.rmtree(path.parent / f".{path.name}.ready", ignore_errors=True)
 
 # %% ../nbs/02_bank_sources.ipynb #42e64fba
 FORMS = {
-    "omniglot": {"the original zips or folders": ("omniglot-py/images_background[.zip]", "omniglot-py/images_evaluation[.zip]")},
+    "omniglot": {
+        "the original zips or folders": ("omniglot-py/images_background[.zip]", "omniglot-py/images_evaluation[.zip]")
+    },
     "cifar100": {"the python archive or its folder": ("cifar-100-python[.tar.gz]",)},
     "mini-imagenet": {
         "cache pickles": tuple(f"mini-imagenet/mini-imagenet-cache-{p}.pkl" for p in PARTS),
-        "category-split pickles": tuple(f"mini-imagenet/miniImageNet_category_split_{p}.pickle" for p in ("train_phase_train", "val", "test")),
-        "images and csv files": ("mini-imagenet/images", *(f"mini-imagenet/{p}.csv" for p in PARTS))},
+        "category-split pickles": tuple(
+            f"mini-imagenet/miniImageNet_category_split_{p}.pickle" for p in ("train_phase_train", "val", "test")
+        ),
+        "images and csv files": ("mini-imagenet/images", *(f"mini-imagenet/{p}.csv" for p in PARTS)),
+    },
 }
 FORMS["cifar-fs"] = FORMS["cifar100"]
 
@@ -230,17 +339,20 @@ FORMS["cifar-fs"] = FORMS["cifar100"]
 def _there(root, pattern):
     "The path that `X[.ext]` stands for: X.ext, else X, else None."
     stem, _, ext = pattern.rstrip("]").partition("[")
-    return next((root/p for p in (stem + ext, stem) if (root/p).exists()), None)
+    return next((root / p for p in (stem + ext, stem) if (root / p).exists()), None)
+
 
 def find_source(
-    name,    # a dataset of `FORMS`
-    root="", # where data lives
+    name,  # a dataset of `FORMS`
+    root="",  # where data lives
 ) -> tuple | None:
     "(form, paths) of the first form that is complete, else None."
-    if name == "cifar-fs" and (data_root(root)/"cifar100"/"bank.json").exists(): return "the CIFAR-100 bank", []
+    if name == "cifar-fs" and (data_root(root) / "cifar100" / "bank.json").exists():
+        return "the CIFAR-100 bank", []
     for form, files in FORMS[name].items():
         paths = [_there(data_root(root), f) for f in files]
-        if all(paths): return form, paths
+        if all(paths):
+            return form, paths
 
 # %% ../nbs/02_bank_sources.ipynb #918aae28
 def _characters(files, where):
@@ -248,12 +360,15 @@ def _characters(files, where):
     out = {}
     for name, read in sorted(files.items()):
         parts = PurePosixPath(name).parts
-        if len(parts) < 3 or not name.endswith(".png") or parts[-1].startswith(".") or parts[0] == "__MACOSX": continue
+        if len(parts) < 3 or not name.endswith(".png") or parts[-1].startswith(".") or parts[0] == "__MACOSX":
+            continue
         out.setdefault("/".join(parts[-3:-1]), []).append((f"{where}: {name}", read))
     return dict(sorted(out.items()))
 
+
 def _drawing(where, read, side):
-    with file_errors(where): im = decode(read(), where, "L")
+    with file_errors(where):
+        im = decode(read(), where, "L")
     _all_equal("the size of a drawing", im.size, (side, side), where)
     return np.asarray(im.resize((28, 28), Image.Resampling.LANCZOS))[..., None]
 
@@ -266,22 +381,38 @@ def read_omniglot(root, form, paths, stack) -> dict:
         found = _characters(stack.enter_context(open_files(path)), path)
         _all_equal("the number of characters", len(found), want[part], path)
         _counts("drawings", {k: len(v) for k, v in found.items()}, want["each"], path)
-        chars |= found; n.append(len(found))
+        chars |= found
+        n.append(len(found))
     _all_equal("the key of the class names", content_key(list(chars)), want["names"], paths[0].parent)
     n, last = n[0], len(chars)
-    return dict(images=(np.stack([_drawing(*d, want["side"]) for d in c]) for c in chars.values()), class_names=list(chars),
-                labels=np.repeat(np.arange(last), want["each"]), split=_tail([want["each"]]*last, 1/4), image_split="of each class the last 5 of 20 drawings are test images",
-                splits=dict(train=range(n - want["val"]), val=range(n - want["val"], n), test=range(n, last)), checksum=_checksums("omniglot", root, paths))
+    return dict(
+        images=(np.stack([_drawing(*d, want["side"]) for d in c]) for c in chars.values()),
+        class_names=list(chars),
+        labels=np.repeat(np.arange(last), want["each"]),
+        split=_tail([want["each"]] * last, 1 / 4),
+        image_split="of each class the last 5 of 20 drawings are test images",
+        splits=dict(train=range(n - want["val"]), val=range(n - want["val"], n), test=range(n, last)),
+        checksum=_checksums("omniglot", root, paths),
+    )
 
 # %% ../nbs/02_bank_sources.ipynb #7f1fa739
 def _cifar_part(files, part, names, where):
     "Images and labels of CIFAR-100's train or test file, checked."
     where = f"{where}: {part}"
-    with file_errors(where): d = read_pickle(files[part](), where)
-    with file_errors(where): data, labels = np.asarray(d["data"]), np.asarray(d["fine_labels"], np.int64)
-    _all_equal("the shape of the data", (data.dtype.name, *data.shape), ("uint8", len(names)*EXPECT["cifar100"][part], 3072), where)
+    with file_errors(where):
+        d = read_pickle(files[part](), where)
+    with file_errors(where):
+        data, labels = np.asarray(d["data"]), np.asarray(d["fine_labels"], np.int64)
+    _all_equal(
+        "the shape of the data",
+        (data.dtype.name, *data.shape),
+        ("uint8", len(names) * EXPECT["cifar100"][part], 3072),
+        where,
+    )
     _all_equal("the number of labels", len(labels), len(data), where)
-    _counts(f"{part} images", {n: int((labels == i).sum()) for i, n in enumerate(names)}, EXPECT["cifar100"][part], where)
+    _counts(
+        f"{part} images", {n: int((labels == i).sum()) for i, n in enumerate(names)}, EXPECT["cifar100"][part], where
+    )
     return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 # %% ../nbs/02_bank_sources.ipynb #d0dce46d
@@ -290,22 +421,32 @@ def read_cifar100(root, form, paths, stack) -> dict:
     path = paths[0]
     files = {PurePosixPath(k).name: read for k, read in stack.enter_context(open_files(path)).items()}
     for part in ("train", "test", "meta"):
-        if part not in files: raise AimError(f"{path} lacks the file {part!r}; get the CIFAR-100 python archive again.")
-    with file_errors(f"{path}: meta"): names = [str(n) for n in read_pickle(files["meta"](), f"{path}: meta")["fine_label_names"]]
+        if part not in files:
+            raise AimError(f"{path} lacks the file {part!r}; get the CIFAR-100 python archive again.")
+    with file_errors(f"{path}: meta"):
+        names = [str(n) for n in read_pickle(files["meta"](), f"{path}: meta")["fine_label_names"]]
     _all_equal("the class names", names, sorted(sum(class_split("cifar-fs").values(), [])), path)
     (x, y), (x_test, y_test) = (_cifar_part(files, p, names, path) for p in ("train", "test"))
     rows = np.argsort(np.concatenate([y, y_test]), kind="stable")  # by class, training images first
     x, split = np.concatenate([x, x_test]), np.repeat(np.uint8([0, 1]), [len(y), len(y_test)])
     n = len(names)
-    return dict(images=(x[r] for r in np.array_split(rows, n)), labels=np.concatenate([y, y_test])[rows], split=split[rows], class_names=names,
-                splits=dict(train=range(60), val=range(60, 70), test=range(70, n)), image_split="official", checksum=_checksums("cifar100", root, paths))
+    return dict(
+        images=(x[r] for r in np.array_split(rows, n)),
+        labels=np.concatenate([y, y_test])[rows],
+        split=split[rows],
+        class_names=names,
+        splits=dict(train=range(60), val=range(60, 70), test=range(70, n)),
+        image_split="official",
+        checksum=_checksums("cifar100", root, paths),
+    )
 
 # %% ../nbs/02_bank_sources.ipynb #ec0f89ab
 def _mini_cache(paths, stack):
     "split -> class name -> images, from `image_data` and `class_dict`."
     for path in paths:
         d = read_pickle(path.read_bytes(), path)
-        with file_errors(path): yield {str(k): d["image_data"][np.asarray(rows, np.int64)] for k, rows in d["class_dict"].items()}
+        with file_errors(path):
+            yield {str(k): d["image_data"][np.asarray(rows, np.int64)] for k, rows in d["class_dict"].items()}
 
 # %% ../nbs/02_bank_sources.ipynb #4d431379
 def _mini_category(paths, stack):
@@ -315,7 +456,8 @@ def _mini_category(paths, stack):
         with file_errors(path):
             labels = np.asarray(d["labels"], np.int64)
             names = d.get("catname2label") or dict(zip(sorted(class_split("mini-imagenet")[part]), np.unique(labels)))
-            if "catname2label" not in d: warnings.warn(f"{path.name} holds no class names; its labels are taken to follow the sorted names.")
+            if "catname2label" not in d:
+                warnings.warn(f"{path.name} holds no class names; its labels are taken to follow the sorted names.")
             yield {k.decode() if isinstance(k, bytes) else str(k): d["data"][labels == v] for k, v in names.items()}
 
 # %% ../nbs/02_bank_sources.ipynb #fc21399d
@@ -326,23 +468,33 @@ def _mini_images(paths, stack):
         out = {}
         with file_errors(path), open(path, newline="", encoding="utf-8") as f:
             for row in csv.DictReader(f):
-                if Path(row["filename"]).name != row["filename"] or "\\" in row["filename"]: raise AimError(f"{path} names {row['filename']!r}, outside the image folder: refused.")
-                out.setdefault(row["label"], []).append(folder/row["filename"])
+                if Path(row["filename"]).name != row["filename"] or "\\" in row["filename"]:
+                    raise AimError(f"{path} names {row['filename']!r}, outside the image folder: refused.")
+                out.setdefault(row["label"], []).append(folder / row["filename"])
         yield out
 
 # %% ../nbs/02_bank_sources.ipynb #a9402835
 def _mini_block(images, side, where):
     "The images of one class as an array: they are one already, or files to be read."
-    if isinstance(images, list): return np.stack([np.asarray(_fit(decode(_bytes(f), f, "RGB"), side)) for f in images])
-    _all_equal("the type and shape of the images", (images.dtype.name, *images.shape[1:]), ("uint8", side, side, 3), where)
+    if isinstance(images, list):
+        return np.stack([np.asarray(_fit(decode(_bytes(f), f, "RGB"), side)) for f in images])
+    _all_equal(
+        "the type and shape of the images", (images.dtype.name, *images.shape[1:]), ("uint8", side, side, 3), where
+    )
     return images
 
+
 def _bytes(path):
-    with file_errors(path): return path.read_bytes()
-def _fit(im, side): return im if im.size == (side, side) else im.resize((side, side), Image.Resampling.LANCZOS)
+    with file_errors(path):
+        return path.read_bytes()
+
+
+def _fit(im, side):
+    return im if im.size == (side, side) else im.resize((side, side), Image.Resampling.LANCZOS)
 
 # %% ../nbs/02_bank_sources.ipynb #7a9a27f4
 MINI = {"cache pickles": _mini_cache, "category-split pickles": _mini_category, "images and csv files": _mini_images}
+
 
 def read_mini_imagenet(root, form, paths, stack) -> dict:
     "mini-ImageNet from any of the three forms."
@@ -351,20 +503,35 @@ def read_mini_imagenet(root, form, paths, stack) -> dict:
         _all_equal(f"the {part} classes", sorted(found), sorted(class_split("mini-imagenet")[part]), where)
         _counts("images", {k: len(v) for k, v in found.items()}, want["each"], where)
         classes |= found
-    names = sorted(classes); n = len(names)
+    names = sorted(classes)
+    n = len(names)
     splits = {part: [names.index(c) for c in cs] for part, cs in class_split("mini-imagenet").items()}
-    return dict(images=(_mini_block(classes[c], want["side"], where) for c in names), labels=np.repeat(np.arange(n), want["each"]), split=_tail([want["each"]]*n, 1/10),
-                class_names=names, splits=splits, image_split="of each class the last 60 of 600 images are test images", checksum="There is no official checksum; accepted by its content.")
+    return dict(
+        images=(_mini_block(classes[c], want["side"], where) for c in names),
+        labels=np.repeat(np.arange(n), want["each"]),
+        split=_tail([want["each"]] * n, 1 / 10),
+        class_names=names,
+        splits=splits,
+        image_split="of each class the last 60 of 600 images are test images",
+        checksum="There is no official checksum; accepted by its content.",
+    )
 
 # %% ../nbs/02_bank_sources.ipynb #adff0fbe
 def _folder(name):
     "The path and the image size that `folder:PATH[@SIZE]` names."
     m = re.fullmatch(r"folder:(.+?)(?:@(\d+))?", name)
-    if not m: raise AimError(f"{name!r} names no folder; write folder:PATH, or folder:PATH@SIZE for another size than 84 pixels.")
+    if not m:
+        raise AimError(
+            f"{name!r} names no folder; write folder:PATH, or folder:PATH@SIZE for another size than 84 pixels."
+        )
     path, side = Path(m[1]).expanduser().absolute(), int(m[2] or 84)
-    if not 8 <= side <= 512: raise AimError(f"folder images of {side} pixels are not supported; choose 8 to 512, such as folder:PATH@84.")
+    if not 8 <= side <= 512:
+        raise AimError(f"folder images of {side} pixels are not supported; choose 8 to 512, such as folder:PATH@84.")
     for part in PARTS:
-        if not (path/part).is_dir(): raise AimError(f"{path} has no folder {part!r}; your own images go into train/CLASS/, val/CLASS/ and test/CLASS/ below it.")
+        if not (path / part).is_dir():
+            raise AimError(
+                f"{path} has no folder {part!r}; your own images go into train/CLASS/, val/CLASS/ and test/CLASS/ below it."
+            )
     return path, side
 
 # %% ../nbs/02_bank_sources.ipynb #e8a8ad9f
@@ -372,10 +539,15 @@ def _folder_files(path):
     "`split/class` -> its picture files, sorted."
     out = {}
     for part in PARTS:
-        for file in sorted((path/part).glob("*/*")):
-            if file.suffix.lower() in SUFFIXES and not file.name.startswith("."): out.setdefault(f"{part}/{file.parent.name}", []).append(file)
-        if not any(k.startswith(part + "/") for k in out): raise AimError(f"{path/part} holds no pictures; put them into {part}/CLASS/ as {', '.join(SUFFIXES[:3])}.")
+        for file in sorted((path / part).glob("*/*")):
+            if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
+                out.setdefault(f"{part}/{file.parent.name}", []).append(file)
+        if not any(k.startswith(part + "/") for k in out):
+            raise AimError(
+                f"{path / part} holds no pictures; put them into {part}/CLASS/ as {', '.join(SUFFIXES[:3])}."
+            )
     return out
+
 
 def _square(file, side):
     im = decode(_bytes(file), file, "RGB")
@@ -385,10 +557,23 @@ def _square(file, side):
 def read_folder(name) -> dict:
     "Anyone's own images."
     path, side = _folder(name)
-    files = _folder_files(path); keys = sorted(files, key=lambda k: (k.partition("/")[2], k))
-    names = [k.partition("/")[2] for k in keys]; twice = sorted({n for n in names if names.count(n) > 1})
-    if twice: raise AimError(f"{path}: class {twice[0]!r} stands in two of train/ val/ test/; few-shot classes must be disjoint.")
+    files = _folder_files(path)
+    keys = sorted(files, key=lambda k: (k.partition("/")[2], k))
+    names = [k.partition("/")[2] for k in keys]
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise AimError(
+            f"{path}: class {twice[0]!r} stands in two of train/ val/ test/; few-shot classes must be disjoint."
+        )
     counts = [len(files[k]) for k in keys]
     splits = {part: [i for i, k in enumerate(keys) if k.startswith(part + "/")] for part in PARTS}
-    return dict(images=(np.stack([_square(f, side) for f in files[k]]) for k in keys), labels=np.repeat(np.arange(len(keys)), counts), split=_tail(counts, 1/4),
-                class_names=names, splits=splits, image_split="of each class the last quarter are test images", checksum="Own images.", source=f"pictures below {path}")
+    return dict(
+        images=(np.stack([_square(f, side) for f in files[k]]) for k in keys),
+        labels=np.repeat(np.arange(len(keys)), counts),
+        split=_tail(counts, 1 / 4),
+        class_names=names,
+        splits=splits,
+        image_split="of each class the last quarter are test images",
+        checksum="Own images.",
+        source=f"pictures below {path}",
+    )

@@ -10,7 +10,18 @@ import numpy as np
 from .core import DATASETS, AimError, check_choice, content_key, data_root
 from .paper import class_split
 from .bank_files import ARRAYS, PARTS, Bank, disk_errors, load_bank, write_bank
-from .bank_sources import FORMS, _fetch, _folder, _folder_files, find_source, official, read_cifar100, read_folder, read_mini_imagenet, read_omniglot
+from aim_nb.bank_sources import (
+    FORMS,
+    _fetch,
+    _folder,
+    _folder_files,
+    find_source,
+    official,
+    read_cifar100,
+    read_folder,
+    read_mini_imagenet,
+    read_omniglot,
+)
 
 # %% auto #0
 __all__ = ['READERS', 'WAYS', 'read_cifar_fs', 'bank_dir', 'build_lock', 'prepare_bank', 'open_bank', 'check_checksums',
@@ -21,145 +32,210 @@ def read_cifar_fs(root, form, paths, stack) -> dict:
     "CIFAR-FS: the images of the CIFAR-100 bank under the published class split."
     bank = open_bank("cifar100", root)
     splits = {part: [bank.class_names.index(n) for n in names] for part, names in class_split("cifar-fs").items()}
-    return dict(images=np.array_split(bank.images, 20), labels=bank.labels, split=bank.split, class_names=bank.class_names, splits=splits,
-                image_split="official", checksum=bank.info["checksum"])
+    return dict(
+        images=np.array_split(bank.images, 20),
+        labels=bank.labels,
+        split=bank.split,
+        class_names=bank.class_names,
+        splits=splits,
+        image_split="official",
+        checksum=bank.info["checksum"],
+    )
 
 # %% ../nbs/02_banks.ipynb #accdb02f
-READERS = {"omniglot": read_omniglot, "cifar100": read_cifar100, "cifar-fs": read_cifar_fs, "mini-imagenet": read_mini_imagenet}
-WAYS = {"omniglot": "`aim-nb data prepare omniglot` downloads it (16 MB)", "cifar100": "`aim-nb data prepare cifar100` downloads it (170 MB)",
-        "cifar-fs": "`aim-nb data prepare cifar-fs` downloads CIFAR-100 (170 MB)", "mini-imagenet": "ImageNet's pictures may not be passed on, so put your own copy there"}
+READERS = {
+    "omniglot": read_omniglot,
+    "cifar100": read_cifar100,
+    "cifar-fs": read_cifar_fs,
+    "mini-imagenet": read_mini_imagenet,
+}
+WAYS = {
+    "omniglot": "`aim-nb data prepare omniglot` downloads it (16 MB)",
+    "cifar100": "`aim-nb data prepare cifar100` downloads it (170 MB)",
+    "cifar-fs": "`aim-nb data prepare cifar-fs` downloads CIFAR-100 (170 MB)",
+    "mini-imagenet": "ImageNet's pictures may not be passed on, so put your own copy there",
+}
 
 # %% ../nbs/02_banks.ipynb #f281c017
 def bank_dir(
-    name,    # a dataset, or folder:PATH
-    root="", # where data lives
+    name,  # a dataset, or folder:PATH
+    root="",  # where data lives
 ) -> Path:
     "The directory of a bank, whether it is there or not."
     root = data_root(root)
     if name.startswith("folder:"):
         path, side = _folder(name)
-        stamp = [(f.relative_to(path).as_posix(), f.stat().st_size, f.stat().st_mtime_ns) for fs in _folder_files(path).values() for f in fs]
-        return root/f"folder-{content_key([str(path), side, stamp])}"
-    if re.fullmatch("folder-[0-9a-f]{12}", name) and (root/name/"bank.json").exists(): return root/name
-    return root/check_choice("dataset", name, (*DATASETS, "folder:PATH"))
+        stamp = [
+            (f.relative_to(path).as_posix(), f.stat().st_size, f.stat().st_mtime_ns)
+            for fs in _folder_files(path).values()
+            for f in fs
+        ]
+        return root / f"folder-{content_key([str(path), side, stamp])}"
+    if re.fullmatch("folder-[0-9a-f]{12}", name) and (root / name / "bank.json").exists():
+        return root / name
+    return root / check_choice("dataset", name, (*DATASETS, "folder:PATH"))
 
 # %% ../nbs/02_banks.ipynb #3fa8788f
 def _braces(files):
     "Names that begin and end alike, as a shell would write them: a/{x,y}.b"
-    if len(files) == 1: return files[0]
+    if len(files) == 1:
+        return files[0]
     head, tail = os.path.commonprefix(files), os.path.commonprefix([f[::-1] for f in files])[::-1]
-    return f"{head}{{{','.join(f[len(head):len(f) - len(tail)] for f in files)}}}{tail}"
+    return f"{head}{{{','.join(f[len(head) : len(f) - len(tail)] for f in files)}}}{tail}"
+
 
 def _missing(name, root, why=""):
     "The error for a dataset that is not there: what was looked for, where, and the ways to get it."
     forms = "; or ".join(f"{form}: {_braces(files)}" for form, files in FORMS[name].items())
-    return AimError(f"Dataset {name!r} is not below {root}{why}. Looked for {forms}. {WAYS[name]}, AIM_DATA names another root, and `-p dataset glyphs` needs no download.")
+    return AimError(
+        f"Dataset {name!r} is not below {root}{why}. Looked for {forms}. {WAYS[name]}, AIM_DATA names another root, and `-p dataset glyphs` needs no download."
+    )
 
 # %% ../nbs/02_banks.ipynb #6b6d780d
 @contextlib.contextmanager
 def build_lock(dir):
     "Held by the one process that builds the bank in `dir`; freed by the system when that process ends, however it ends."
-    try: import fcntl
-    except ImportError: yield; return  # Windows: the commit is still whole or not at all
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return  # Windows: the commit is still whole or not at all
     with disk_errors(dir):
-        dir.parent.mkdir(parents=True, exist_ok=True); f = open(dir.parent/f".{dir.name}.lock", "a")
+        dir.parent.mkdir(parents=True, exist_ok=True)
+        f = open(dir.parent / f".{dir.name}.lock", "a")
     with f:
-        try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"Another process is building {dir.name}; waiting for it.", file=sys.stderr); fcntl.flock(f, fcntl.LOCK_EX)
+            print(f"Another process is building {dir.name}; waiting for it.", file=sys.stderr)
+            fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
 # %% ../nbs/02_banks.ipynb #19916feb
 def _download(name, root):
     "Fetch the published files of a dataset that has an address."
     for path, (url, md5) in official("cifar100" if name == "cifar-fs" else name).items():
-        if not url or (root/path).exists(): continue
-        try: _fetch(url, root/path, md5)
-        except (OSError, RuntimeError) as e: raise _missing(name, root, f" and {url} could not be downloaded ({e})") from e
+        if not url or (root / path).exists():
+            continue
+        try:
+            _fetch(url, root / path, md5)
+        except (OSError, RuntimeError) as e:
+            raise _missing(name, root, f" and {url} could not be downloaded ({e})") from e
 
 # %% ../nbs/02_banks.ipynb #b2d4cdc4
 def _parts(name, root, download, stack):
     "Everything `write_bank` needs to know."
-    if name == "glyphs": return importlib.import_module("aim_nb.glyphs").build_glyphs()
-    if name.startswith("folder:"): return read_folder(name)
+    if name == "glyphs":
+        return importlib.import_module("aim_nb.glyphs").build_glyphs()
+    if name.startswith("folder:"):
+        return read_folder(name)
     found = find_source(name, root)
-    if not found and download and "downloads" in WAYS.get(name, ""): _download(name, root); found = find_source(name, root)
-    if not found: raise _missing(name, root)
+    if not found and download and "downloads" in WAYS.get(name, ""):
+        _download(name, root)
+        found = find_source(name, root)
+    if not found:
+        raise _missing(name, root)
     return {"source": found[0], **READERS[name](root, *found, stack)}
 
 # %% ../nbs/02_banks.ipynb #ea79b793
 def _usable(dir):
     "The bank in `dir`, or None where there is none or it is damaged."
-    try: return load_bank(dir) if (dir/"bank.json").exists() else None
-    except AimError: return None
+    try:
+        return load_bank(dir) if (dir / "bank.json").exists() else None
+    except AimError:
+        return None
 
 # %% ../nbs/02_banks.ipynb #bf581875
 def prepare_bank(
-    name,          # a dataset, or folder:PATH
-    root="",       # where data lives
-    force=False,   # build it again though it is there
-    download=True, # fetch what has an address and is absent
+    name,  # a dataset, or folder:PATH
+    root="",  # where data lives
+    force=False,  # build it again though it is there
+    download=True,  # fetch what has an address and is absent
 ) -> Bank:
     "Build a bank if it is not there yet, and open it."
-    root = data_root(root); dir = bank_dir(name, root)
+    root = data_root(root)
+    dir = bank_dir(name, root)
     bank = None if force else _usable(dir)
-    if bank: return bank
-    if dir.name.startswith("folder-") and name == dir.name: raise AimError(f"{name} can only be built from its pictures: use folder:PATH.")
-    if not download and name in FORMS and not find_source(name, root): raise _missing(name, root)
+    if bank:
+        return bank
+    if dir.name.startswith("folder-") and name == dir.name:
+        raise AimError(f"{name} can only be built from its pictures: use folder:PATH.")
+    if not download and name in FORMS and not find_source(name, root):
+        raise _missing(name, root)
     with build_lock(dir), contextlib.ExitStack() as stack:
         bank = None if force else _usable(dir)  # while we waited another process may have built it
-        if bank: return bank
-        for stale in dir.glob(".*.part"): shutil.rmtree(stale)  # of a build that was killed
-        with disk_errors(dir): parts = _parts(name, root, download, stack)
+        if bank:
+            return bank
+        for stale in dir.glob(".*.part"):
+            shutil.rmtree(stale)  # of a build that was killed
+        with disk_errors(dir):
+            parts = _parts(name, root, download, stack)
         shown = f"folder:{_folder(name)[0].name}" if name.startswith("folder:") else name
         write_bank(dir, shown, **parts)
     return load_bank(dir)
 
 # %% ../nbs/02_banks.ipynb #880394af
 def open_bank(
-    name,    # omniglot | cifar-fs | cifar100 | mini-imagenet | glyphs | folder:PATH
-    root="", # where data lives
+    name,  # omniglot | cifar-fs | cifar100 | mini-imagenet | glyphs | folder:PATH
+    root="",  # where data lives
 ) -> Bank:
     "Open a bank; build it first when its source is at hand."
     dir = bank_dir(name, root)
-    return load_bank(dir) if (dir/"bank.json").exists() else prepare_bank(name, root, download=False)
+    return load_bank(dir) if (dir / "bank.json").exists() else prepare_bank(name, root, download=False)
 
 # %% ../nbs/02_banks.ipynb #a909bf99
-def _finding(check, ok, detail, bad="problem", **data): return dict(check=check, level="ok" if ok else bad, detail=detail, **data)
+def _finding(check, ok, detail, bad="problem", **data):
+    return dict(check=check, level="ok" if ok else bad, detail=detail, **data)
+
 
 def _sha256(array, rows=4096):
     sha = hashlib.sha256()
-    for i in range(0, len(array), rows): sha.update(np.ascontiguousarray(array[i:i + rows]).data)
+    for i in range(0, len(array), rows):
+        sha.update(np.ascontiguousarray(array[i : i + rows]).data)
     return sha.hexdigest()
 
 # %% ../nbs/02_banks.ipynb #f932d08d
 def check_checksums(bank) -> dict:
     "Are the arrays those that were written?"
     bad = [k for k in ARRAYS if _sha256(getattr(bank, k)) != bank.info["sha256"][k]]
-    return _finding("checksums", not bad, f"{', '.join(bad)} differ from bank.json: run `aim-nb data prepare NAME --force`" if bad else f"sha256 of {', '.join(ARRAYS)} are right")
+    return _finding(
+        "checksums",
+        not bad,
+        f"{', '.join(bad)} differ from bank.json: run `aim-nb data prepare NAME --force`"
+        if bad
+        else f"sha256 of {', '.join(ARRAYS)} are right",
+    )
 
 # %% ../nbs/02_banks.ipynb #75e5eb53
 def check_counts(bank) -> dict:
     "How many images has a class?"
-    n = np.bincount(bank.labels, minlength=len(bank.class_names)); test = np.bincount(bank.labels, bank.split, len(n)).astype(int)
+    n = np.bincount(bank.labels, minlength=len(bank.class_names))
+    test = np.bincount(bank.labels, bank.split, len(n)).astype(int)
     text = f"{len(n)} classes, {len(bank.labels):,} images of {'x'.join(map(str, bank.shape))}; {_span(n)} a class ({_span(n - test)} train, {_span(test)} test)"
     return _finding("counts", n.min() > 0, text, per_class=dict(zip(bank.class_names, n.tolist())))
 
-def _span(n): return f"{n.min()}" if n.min() == n.max() else f"{n.min()}-{n.max()}"
+
+def _span(n):
+    return f"{n.min()}" if n.min() == n.max() else f"{n.min()}-{n.max()}"
 
 # %% ../nbs/02_banks.ipynb #e10d710a
 def check_splits(bank) -> dict:
     "Are the class splits disjoint, and do they cover all classes?"
     sets = {p: set(bank.splits[p]) for p in PARTS}
-    both = sum(len(sets[a] & sets[b]) for a, b in itertools.combinations(PARTS, 2)); left = len(bank.class_names) - len(set().union(*sets.values()))
-    return _finding("splits", not both, f"{' / '.join(str(len(sets[p])) for p in PARTS)} classes (train / val / test), {both} in two of them, {left} in none")
+    both = sum(len(sets[a] & sets[b]) for a, b in itertools.combinations(PARTS, 2))
+    left = len(bank.class_names) - len(set().union(*sets.values()))
+    return _finding(
+        "splits",
+        not both,
+        f"{' / '.join(str(len(sets[p])) for p in PARTS)} classes (train / val / test), {both} in two of them, {left} in none",
+    )
 
 # %% ../nbs/02_banks.ipynb #22d99f64
 def _image_keys(bank, rows=4096):
     "A hash of each image, and whether all its pixels are equal."
     keys, flat = [], []
     for i in range(0, len(bank.images), rows):
-        block = np.ascontiguousarray(bank.images[i:i + rows]).reshape(len(bank.images[i:i + rows]), -1)
+        block = np.ascontiguousarray(bank.images[i : i + rows]).reshape(len(bank.images[i : i + rows]), -1)
         keys += [hashlib.blake2b(x.data, digest_size=16).digest() for x in block]
         flat.append((block == block[:, :1]).all(1))
     return keys, np.concatenate(flat)
@@ -167,48 +243,80 @@ def _image_keys(bank, rows=4096):
 # %% ../nbs/02_banks.ipynb #7193bf3f
 def check_images(bank) -> list:
     "Are there empty images, or the same image twice?"
-    keys, flat = _image_keys(bank); where = collections.defaultdict(list)
-    for row, key in enumerate(keys): where[key].append(row)
+    keys, flat = _image_keys(bank)
+    where = collections.defaultdict(list)
+    for row, key in enumerate(keys):
+        where[key].append(row)
     groups = [g for g in where.values() if len(g) > 1]
     part = {c: p for p in PARTS for c in bank.splits[p]}
-    kinds = dict(classes=bank.labels.__getitem__, **{"class splits": lambda r: part.get(bank.labels[r]), "train and test images": bank.split.__getitem__})
+    kinds = dict(
+        classes=bank.labels.__getitem__,
+        **{"class splits": lambda r: part.get(bank.labels[r]), "train and test images": bank.split.__getitem__},
+    )
     across = {k: sum(len({f(r) for r in g}) > 1 for g in groups) for k, f in kinds.items()}
     text = f"copies of another image: {sum(map(len, groups)) - len(groups)} ({', '.join(f'{n} across {k}' for k, n in across.items())})"
-    return [_finding("empty images", not flat.any(), f"{int(flat.sum())} images of one colour", bad="note", rows=np.flatnonzero(flat).tolist()),
-            _finding("duplicates", not groups, text if groups else "no image is there twice", bad="note", groups=groups)]
+    return [
+        _finding(
+            "empty images",
+            not flat.any(),
+            f"{int(flat.sum())} images of one colour",
+            bad="note",
+            rows=np.flatnonzero(flat).tolist(),
+        ),
+        _finding("duplicates", not groups, text if groups else "no image is there twice", bad="note", groups=groups),
+    ]
 
 # %% ../nbs/02_banks.ipynb #859b91c2
 def check_bank(
-    name,    # a dataset, or folder:PATH
-    root="", # where data lives
+    name,  # a dataset, or folder:PATH
+    root="",  # where data lives
 ) -> list:
     "Read a whole bank and report what is found: dictionaries with check, level and detail."
     dir = bank_dir(name, root)
-    if not (dir/"bank.json").exists() and name in FORMS and not find_source(name, root): raise _missing(name, data_root(root))
-    if not (dir/"bank.json").exists(): raise AimError(f"There is no bank in {dir} to check; build it with `aim-nb data prepare {name}`.")
-    try: bank = load_bank(dir)
-    except AimError as e: return [_finding("files", False, str(e))]
-    source = _finding("source", "not the official" not in bank.info.get("checksum", ""), f"{bank.info['source']}. {bank.info.get('checksum', '')}".strip(), bad="note")
+    if not (dir / "bank.json").exists() and name in FORMS and not find_source(name, root):
+        raise _missing(name, data_root(root))
+    if not (dir / "bank.json").exists():
+        raise AimError(f"There is no bank in {dir} to check; build it with `aim-nb data prepare {name}`.")
+    try:
+        bank = load_bank(dir)
+    except AimError as e:
+        return [_finding("files", False, str(e))]
+    source = _finding(
+        "source",
+        "not the official" not in bank.info.get("checksum", ""),
+        f"{bank.info['source']}. {bank.info.get('checksum', '')}".strip(),
+        bad="note",
+    )
     return [source, check_counts(bank), check_splits(bank), check_checksums(bank), *check_images(bank)]
 
 # %% ../nbs/02_banks.ipynb #49021c53
 def _bank_row(name, dir, root):
     "One line of the list."
-    row = dict(name=name, state="missing", images=0, classes=0, shape="", mb=0., sha="", where=str(dir), source="")
+    row = dict(name=name, state="missing", images=0, classes=0, shape="", mb=0.0, sha="", where=str(dir), source="")
     try:
-        bank = load_bank(dir) if (dir/"bank.json").exists() else None
-        if bank: return row | dict(state="ready", images=len(bank.labels), classes=len(bank.class_names), shape="x".join(map(str, bank.shape)),
-                                   mb=round(bank.images.nbytes/1e6, 1), sha=bank.sha, source=bank.info["source"])
-    except AimError: return row | dict(state="damaged")
-    if name == "glyphs": return row | dict(state="can be made")
+        bank = load_bank(dir) if (dir / "bank.json").exists() else None
+        if bank:
+            return row | dict(
+                state="ready",
+                images=len(bank.labels),
+                classes=len(bank.class_names),
+                shape="x".join(map(str, bank.shape)),
+                mb=round(bank.images.nbytes / 1e6, 1),
+                sha=bank.sha,
+                source=bank.info["source"],
+            )
+    except AimError:
+        return row | dict(state="damaged")
+    if name == "glyphs":
+        return row | dict(state="can be made")
     found = find_source(name, root)
     return row | (dict(state="source found", source=found[0]) if found else {})
 
 # %% ../nbs/02_banks.ipynb #973767e1
 def list_banks(
-    root="", # where data lives
+    root="",  # where data lives
 ) -> list:
     "What is there and what could be built: a dictionary a dataset."
     root = data_root(root)
     own = sorted(p.parent for p in root.glob("folder-*/bank.json"))
-    return [_bank_row(n, root/n, root) for n in DATASETS] + [_bank_row(p.name, p, root) for p in own]
+    return [_bank_row(n, root / n, root) for n in DATASETS] + [_bank_row(p.name, p, root) for p in own]

@@ -17,8 +17,19 @@ __all__ = ['FORMAT', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors
            'sweep', 'Saved', 'read_saved', 'Saves', 'Checkpoints', 'shipped_record', 'run_checkpoints']
 
 # %% ../nbs/07_checkpoints.ipynb #ba9cc453
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
 
 def _raw(t):
     "The bytes of a tensor in row-major order."
@@ -27,17 +38,21 @@ def _raw(t):
 # %% ../nbs/07_checkpoints.ipynb #a6a8d03d
 FORMAT = 1  # raised when a file written today could be misread tomorrow
 
+
 def tensors_sha(tensors) -> str:
     "A checksum of names, types, shapes and bytes: equal tensors have equal ones."
     h = hashlib.sha256()
     for name in sorted(tensors):
         t = tensors[name]
-        h.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode()); h.update(_raw(t))
+        h.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+        h.update(_raw(t))
     return h.hexdigest()
+
 
 def _seal(tensors, meta):
     "The checksum of a whole file."
     return hashlib.sha256((tensors_sha(tensors) + json.dumps(meta)).encode()).hexdigest()
+
 
 def _header(tensors, meta):
     "Header bytes of a safetensors file, and the names in the order of their data."
@@ -45,45 +60,55 @@ def _header(tensors, meta):
     top = dict(format=FORMAT, sha=_seal(tensors, meta), meta=meta)
     head, at = {"__metadata__": {"aim_nb": json.dumps(top)}}, 0
     for n in names:
-        t, end = tensors[n], at + tensors[n].numel()*tensors[n].element_size()
+        t, end = tensors[n], at + tensors[n].numel() * tensors[n].element_size()
         head[n], at = dict(dtype=_DTYPES[t.dtype], shape=list(t.shape), data_offsets=[at, end]), end
     text = json.dumps(head).encode()
-    text += b" "*(-len(text) % 8)
+    text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, names
 
 # %% ../nbs/07_checkpoints.ipynb #e83acda7
 def save_tensors(
-    path,      # the file; its folder is made when missing
-    tensors,   # names -> tensors
-    meta=None, # anything JSON can hold
+    path,  # the file; its folder is made when missing
+    tensors,  # names -> tensors
+    meta=None,  # anything JSON can hold
 ) -> Path:
     "Write `tensors` and `meta` to `path`, whole or not at all."
     path, tensors = Path(path), {k: v.detach() for k, v in tensors.items()}
     header, names = _header(tensors, json.loads(json.dumps(meta or {})))
     with atomic_file(path) as f:
         f.write(header)
-        for n in names: f.write(_raw(tensors[n]))
+        for n in names:
+            f.write(_raw(tensors[n]))
     return path
 
 # %% ../nbs/07_checkpoints.ipynb #01ff4eb3
 class DamagedFile(AimError):
     "A file that cannot be trusted."
 
+
 def load_tensors(
-    path,        # a file written by `save_tensors`
-    expect=None, # the identity it must have: a dict compared with meta["identity"]
-) -> tuple:      # (tensors, meta)
+    path,  # a file written by `save_tensors`
+    expect=None,  # the identity it must have: a dict compared with meta["identity"]
+) -> tuple:  # (tensors, meta)
     "Read a file back after checking that it is whole, of a known format and, where asked, of the same identity."
     path = Path(path)
-    if not path.is_file(): raise AimError(f"{path} is not there.")
+    if not path.is_file():
+        raise AimError(f"{path} is not there.")
     try:
-        with safe_open(path, "pt") as f: top, tensors = json.loads(f.metadata()["aim_nb"]), {k: f.get_tensor(k) for k in f.keys()}  # get_tensors() is new in 0.8
+        with safe_open(path, "pt") as f:
+            top, tensors = (
+                json.loads(f.metadata()["aim_nb"]),
+                {k: f.get_tensor(k) for k in f.keys()},
+            )  # get_tensors() is new in 0.8
         form, sha, meta = top["format"], top["sha"], top["meta"]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
         raise DamagedFile(f"{path} is damaged or was not written by this project ({e}).") from e
-    if form != FORMAT: raise AimError(f"{path} has format {form}, this version reads format {FORMAT}; use the version that wrote it.")
-    if _seal(tensors, meta) != sha: raise DamagedFile(f"{path} is damaged (its checksum does not fit).")
-    if expect is not None: check_identity(meta.get("identity", {}), expect, path)
+    if form != FORMAT:
+        raise AimError(f"{path} has format {form}, this version reads format {FORMAT}; use the version that wrote it.")
+    if _seal(tensors, meta) != sha:
+        raise DamagedFile(f"{path} is damaged (its checksum does not fit).")
+    if expect is not None:
+        check_identity(meta.get("identity", {}), expect, path)
     return tensors, meta
 
 # %% ../nbs/07_checkpoints.ipynb #a4b2e65f
@@ -93,65 +118,86 @@ def differing(a, b) -> dict:
     out = {}
     for k in sorted(a.keys() | b.keys()):
         x, y = a.get(k, "missing"), b.get(k, "missing")
-        if isinstance(x, dict) and isinstance(y, dict): out.update({f"{k}.{n}": v for n, v in differing(x, y).items()})
-        elif x != y: out[k] = (x, y)
+        if isinstance(x, dict) and isinstance(y, dict):
+            out.update({f"{k}.{n}": v for n, v in differing(x, y).items()})
+        elif x != y:
+            out[k] = (x, y)
     return out
+
 
 def check_identity(found, wanted, path):
     "Refuse a file of another run, naming what differs."
     if diff := differing(found, wanted):
         told = "; ".join(f"{k} is {x} there, {y} here" for k, (x, y) in diff.items())
-        raise AimError(f"{path} belongs to another run ({told}); start over with --fresh (or AIM_FRESH=1), or use another $AIM_RUNS.")
+        raise AimError(
+            f"{path} belongs to another run ({told}); start over with --fresh (or AIM_FRESH=1), or use another $AIM_RUNS."
+        )
 
 # %% ../nbs/07_checkpoints.ipynb #a124c352
 @contextlib.contextmanager
 def run_lock(
-    dir, # the run's own folder
+    dir,  # the run's own folder
 ):
     "Hold the folder for this process; a second holder is refused."
-    path = Path(dir)/".lock"
+    path = Path(dir) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as e: raise AimError(f"{dir} cannot be written ({e.strerror}); set $AIM_RUNS to a folder that can.") from e
+    except OSError as e:
+        raise AimError(f"{dir} cannot be written ({e.strerror}); set $AIM_RUNS to a folder that can.") from e
     try:
-        try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pid = os.read(fd, 32).decode(errors="replace").strip()
-            raise AimError(f"process {pid or '?'} is running this experiment already (in {dir}); wait for it, or stop it first.") from None
-        os.ftruncate(fd, 0); os.write(fd, f"{os.getpid()}\n".encode())
+            raise AimError(
+                f"process {pid or '?'} is running this experiment already (in {dir}); wait for it, or stop it first."
+            ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
         yield
-    finally: os.close(fd)  # closing lets go of the lock; the file stays, since removing it would let two newcomers lock two different files
+    finally:
+        os.close(
+            fd
+        )  # closing lets go of the lock; the file stays, since removing it would let two newcomers lock two different files
 
 # %% ../nbs/07_checkpoints.ipynb #6fa771c5
 def _is_gone(part):
     "Whether the process that was writing a part ran here and has ended."
     host, _, pid = part.name.split(".")[-2].rpartition("-")
-    if host not in ("", HOST): return False
+    if host not in ("", HOST):
+        return False
     try:
-        if not host and time.time() - part.stat().st_mtime < 3600: return False
+        if not host and time.time() - part.stat().st_mtime < 3600:
+            return False
         os.kill(int(pid), 0)
-    except (ProcessLookupError, OverflowError): return True
-    except (ValueError, PermissionError, FileNotFoundError): return False  # no process number; it lives and is somebody else's; or the part is no more
+    except (ProcessLookupError, OverflowError):
+        return True
+    except (ValueError, PermissionError, FileNotFoundError):
+        return False  # no process number; it lives and is somebody else's; or the part is no more
     return False
 
+
 def sweep(
-    folder, # that this process holds
+    folder,  # that this process holds
 ):
     "Remove what killed processes left half written, in this folder and in those of all runs."
     others = [p for depth in ("*", "*/*") for p in runs_dir().glob(f"{depth}/.*.part")]
-    for part in (*Path(folder).glob(".*.part"), *filter(_is_gone, others)): part.unlink(missing_ok=True)
+    for part in (*Path(folder).glob(".*.part"), *filter(_is_gone, others)):
+        part.unlink(missing_ok=True)
 
 # %% ../nbs/07_checkpoints.ipynb #85aafc71
 class Saved(NamedTuple):
     "A checkpoint in memory."
-    step: int     # steps done when it was written
-    tensors: dict # everything the run needs to go on
-    meta: dict    # whatever the run wanted to remember
+
+    step: int  # steps done when it was written
+    tensors: dict  # everything the run needs to go on
+    meta: dict  # whatever the run wanted to remember
+
 
 def read_saved(
-    path,     # a file written by `Checkpoints`
-    identity, # the run it must belong to
+    path,  # a file written by `Checkpoints`
+    identity,  # the run it must belong to
 ) -> Saved:
     "Read one checkpoint of the run with this identity."
     tensors, top = load_tensors(path, identity)
@@ -160,13 +206,17 @@ def read_saved(
 # %% ../nbs/07_checkpoints.ipynb #dbc6c982
 class Saves:
     "The states of one run step by step, the last two kept."
-    def __init__(self,
-        dir,      # the run's own folder
-        identity, # what makes this run this run; a file with another identity is refused
-        keep=2,   # how many of the last ones stay
-    ): self.dir, self.identity, self.keep = Path(dir), identity, keep
 
-    def _label(self, step, meta): return dict(step=step, identity=self.identity, meta=meta or {})
+    def __init__(
+        self,
+        dir,  # the run's own folder
+        identity,  # what makes this run this run; a file with another identity is refused
+        keep=2,  # how many of the last ones stay
+    ):
+        self.dir, self.identity, self.keep = Path(dir), identity, keep
+
+    def _label(self, step, meta):
+        return dict(step=step, identity=self.identity, meta=meta or {})
 
     def files(self) -> list:
         "Checkpoint files, newest first."
@@ -174,40 +224,48 @@ class Saves:
 
     def save(self, step, tensors, meta=None) -> Path:
         "Write the state after `step` steps, then drop what is older than the last `keep`."
-        path = save_tensors(self.dir/f"step-{step:09d}.safetensors", tensors, self._label(step, meta))
-        for old in self.files()[self.keep:]: old.unlink(missing_ok=True)
+        path = save_tensors(self.dir / f"step-{step:09d}.safetensors", tensors, self._label(step, meta))
+        for old in self.files()[self.keep :]:
+            old.unlink(missing_ok=True)
         return path
 
     def latest(self) -> Saved | None:
         "The newest whole checkpoint, None when there is none yet."
         files = self.files()
         for path in files:
-            try: return read_saved(path, self.identity)
-            except DamagedFile as e: print(f"{e} Falling back to the checkpoint before it.")
-        if files: raise AimError(f"no checkpoint in {self.dir} can be read; start over with --fresh (or AIM_FRESH=1).")
+            try:
+                return read_saved(path, self.identity)
+            except DamagedFile as e:
+                print(f"{e} Falling back to the checkpoint before it.")
+        if files:
+            raise AimError(f"no checkpoint in {self.dir} can be read; start over with --fresh (or AIM_FRESH=1).")
 
 # %% ../nbs/07_checkpoints.ipynb #13d04793
 class Checkpoints(Saves):
     "The checkpoint files of one run, in one folder."
+
     def save_best(self, step, tensors, meta=None) -> Path:
         "Write the best state so far."
-        return save_tensors(self.dir/"best.safetensors", tensors, self._label(step, meta))
+        return save_tensors(self.dir / "best.safetensors", tensors, self._label(step, meta))
 
     def best(self) -> Saved | None:
         "The best state, None when there is none yet."
-        path = self.dir/"best.safetensors"
-        try: return read_saved(path, self.identity) if path.exists() else None
-        except DamagedFile as e: raise DamagedFile(f"{e} The best state was only there; start over with --fresh (or AIM_FRESH=1).") from e
+        path = self.dir / "best.safetensors"
+        try:
+            return read_saved(path, self.identity) if path.exists() else None
+        except DamagedFile as e:
+            raise DamagedFile(f"{e} The best state was only there; start over with --fresh (or AIM_FRESH=1).") from e
 
     def shipped(self) -> Saved | None:
         "The best state that comes with the package, None for most runs."
         own = self.dir.name.rpartition("-")[2]
-        path = next((Path(str(files("aim_nb")))/"weights").glob(f"*-{own}.safetensors"), None)
+        path = next((Path(str(files("aim_nb"))) / "weights").glob(f"*-{own}.safetensors"), None)
         return read_saved(path, self.identity) if path else None
 
     def clear(self):
         "Forget this run."
-        for path in (*self.files(), self.dir/"best.safetensors"): path.unlink(missing_ok=True)
+        for path in (*self.files(), self.dir / "best.safetensors"):
+            path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def lock(self):
@@ -218,17 +276,17 @@ class Checkpoints(Saves):
 
 # %% ../nbs/07_checkpoints.ipynb #b0f39ef0
 def shipped_record(
-    task, # fewshot | continual
+    task,  # fewshot | continual
 ) -> dict:
     "The record of the model that comes with the package."
-    models = (load_tensors(p)[1] for p in (Path(str(files("aim_nb")))/"weights").glob("*+aim-*.safetensors"))
+    models = (load_tensors(p)[1] for p in (Path(str(files("aim_nb"))) / "weights").glob("*+aim-*.safetensors"))
     return next(m["record"] for m in models if m["record"]["task"] == task)
 
 # %% ../nbs/07_checkpoints.ipynb #ac98b5a5
 def run_checkpoints(
-    kind,     # what is run: a word for the folder's name
-    identity, # what makes this run this run
-    keep=2,   # how many of the last ones stay
+    kind,  # what is run: a word for the folder's name
+    identity,  # what makes this run this run
+    keep=2,  # how many of the last ones stay
 ) -> Checkpoints:
     "The checkpoints of the run with this identity, under `runs_dir()`."
-    return Checkpoints(runs_dir()/"checkpoints"/f"{kind}-{content_key(identity)}", identity, keep)
+    return Checkpoints(runs_dir() / "checkpoints" / f"{kind}-{content_key(identity)}", identity, keep)

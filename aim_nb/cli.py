@@ -19,25 +19,40 @@ __all__ = ['app', 'WANTED', 'data', 'Root', 'Name', 'say', 'OneLine', 'about', '
            'need_report', 'report']
 
 # %% ../nbs/19_cli.ipynb #b3d44f1a
-def say(message): typer.echo(f"aim-nb: {message}", err=True)
+def say(message):
+    typer.echo(f"aim-nb: {message}", err=True)
+
 
 class OneLine(TyperGroup):
     "A group of commands that turns an `AimError` into one line."
+
     def invoke(self, ctx):
-        try: return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
         except KeyboardInterrupt:
-            say("stopped; the same command goes on from the last checkpoint."); raise typer.Exit(130)
+            say("stopped; the same command goes on from the last checkpoint.")
+            raise typer.Exit(130)
         except ValueError as e:
-            if type(e).__name__ != "AimError": raise # by name: importing core would import torch
-            say(" ".join(str(e).split())); raise typer.Exit(2)
+            if type(e).__name__ != "AimError":
+                raise  # by name: importing core would import torch
+            say(" ".join(str(e).split()))
+            raise typer.Exit(2)
 
 # %% ../nbs/19_cli.ipynb #8b686cc5
-app = typer.Typer(cls=OneLine, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    cls=OneLine,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
 
 @app.callback()
 def about():
     "Attentive Independent Mechanisms: run the experiments, look after the data, keep the results."
+
 
 def main():
     "The console script `aim-nb`."
@@ -45,67 +60,98 @@ def main():
 
 # %% ../nbs/19_cli.ipynb #4acb0737
 def find_notebook(
-    name, # a path, or the stem with or without its number
+    name,  # a path, or the stem with or without its number
 ) -> Path:
     "The notebook called `name`."
     from aim_nb.core import AimError, project_root
-    if Path(name).suffix == ".ipynb" and Path(name).is_file(): return Path(name)
-    known = {p.stem: p for p in sorted((project_root()/"nbs").glob("*.ipynb"))}
+
+    if Path(name).suffix == ".ipynb" and Path(name).is_file():
+        return Path(name)
+    known = {p.stem: p for p in sorted((project_root() / "nbs").glob("*.ipynb"))}
     found = [p for stem, p in known.items() if Path(name).name.removesuffix(".ipynb") in (stem, stem.partition("_")[2])]
-    if len(found) == 1 and Path(name).parent == Path("."): return found[0]
+    if len(found) == 1 and Path(name).parent == Path("."):
+        return found[0]
     runnable = [s for s in known if s[:1] in "23"] or list(known)
-    raise AimError(f"there is no notebook {name!r}; " + (f"experiments here are {', '.join(runnable)}." if known else "run this in a clone of aim_nb, or give a path."))
+    raise AimError(
+        f"there is no notebook {name!r}; "
+        + (
+            f"experiments here are {', '.join(runnable)}."
+            if known
+            else "run this in a clone of aim_nb, or give a path."
+        )
+    )
 
 # %% ../nbs/19_cli.ipynb #34f387e5
 def need_papermill():
     "papermill, or what to install."
     from aim_nb.core import AimError
-    try: import papermill
-    except ImportError: raise AimError("running notebooks needs papermill: pip install 'aim_nb[notebooks]'.") from None
+
+    try:
+        import papermill
+    except ImportError:
+        raise AimError("running notebooks needs papermill: pip install 'aim_nb[notebooks]'.") from None
     return papermill
 
+
 def parameters_of(
-    path, # of a notebook
+    path,  # of a notebook
 ) -> dict:
     "Name -> (default, comment) of a notebook's parameters."
     from aim_nb.core import AimError
-    try: found = need_papermill().inspect_notebook(str(path))
-    except AimError: raise
-    except Exception as e: raise AimError(f"{path} cannot be read as a notebook ({type(e).__name__}).") from e
+
+    try:
+        found = need_papermill().inspect_notebook(str(path))
+    except AimError:
+        raise
+    except Exception as e:
+        raise AimError(f"{path} cannot be read as a notebook ({type(e).__name__}).") from e
     return {name: (_literal(path, name, p["default"]), p["help"]) for name, p in found.items()}
+
 
 def _literal(path, name, text):
     "The value that a parameter's default spells."
     from aim_nb.core import AimError
-    try: return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError): raise AimError(f"{path}: the parameter {name} = {text} is no plain value; write it out, such as 0.001 for 10**-3.") from None
+
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError):
+        raise AimError(
+            f"{path}: the parameter {name} = {text} is no plain value; write it out, such as 0.001 for 10**-3."
+        ) from None
 
 # %% ../nbs/19_cli.ipynb #9dda17e2
 WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
+
 def convert(
-    name,    # of the parameter
-    text,    # as typed
-    default, # whose type is wanted
+    name,  # of the parameter
+    text,  # as typed
+    default,  # whose type is wanted
 ):
     "`text` as a value of the type of `default`."
     from aim_nb.core import AimError
+
     kind = type(default)
-    try: return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text) if kind in WANTED else text
-    except (KeyError, ValueError): raise AimError(f"-p {name} {text}: {name} should be {WANTED[kind]}, such as {default}.") from None
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text) if kind in WANTED else text
+    except (KeyError, ValueError):
+        raise AimError(f"-p {name} {text}: {name} should be {WANTED[kind]}, such as {default}.") from None
 
 # %% ../nbs/19_cli.ipynb #7a946a1b
 def chosen(
-    known, # as `parameters_of` gives them
-    pairs, # "name=value" texts
+    known,  # as `parameters_of` gives them
+    pairs,  # "name=value" texts
 ) -> dict:
     "The parameters that the user set, in their types; an unknown name is refused and the right ones are listed."
     from aim_nb.core import AimError
+
     values = {}
     for pair in pairs:
         name, eq, text = pair.partition("=")
-        if not eq: raise AimError(f"-p {name} needs a value: -p {name} VALUE.")
-        if name not in known: raise AimError(f"there is no parameter {name!r}; this notebook has {', '.join(known) or 'none'}.")
+        if not eq:
+            raise AimError(f"-p {name} needs a value: -p {name} VALUE.")
+        if name not in known:
+            raise AimError(f"there is no parameter {name!r}; this notebook has {', '.join(known) or 'none'}.")
         values[name] = convert(name, text, known[name][0])
     return values
 
@@ -114,28 +160,50 @@ def task_of(stem) -> str:
     "Notebooks 2x are few-shot, 3x continual, by their number."
     return "continual" if stem[:1] == "3" else "fewshot"
 
+
 def check_values(
-    values,         # parameters
-    task="fewshot", # which methods and budgets
+    values,  # parameters
+    task="fewshot",  # which methods and budgets
 ):
     "Refuse a word that no run could understand."
-    from aim_nb.core import CHECKPOINTS, CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, SWITCHES, budget, check_choice, words
+    from aim_nb.core import (
+        CHECKPOINTS,
+        CONTINUAL_METHODS,
+        DATASETS,
+        FEWSHOT_METHODS,
+        SWITCHES,
+        budget,
+        check_choice,
+        words,
+    )
+
     methods = FEWSHOT_METHODS if task == "fewshot" else CONTINUAL_METHODS
     lists = {"methods": methods, "method": methods, **SWITCHES}
-    single = {"dataset": (*DATASETS, "folder:PATH"), "checkpoint": CHECKPOINTS, "device": ("auto", "cpu", "cuda", "mps"), "masks_of": ("adapted", "slow")}
+    single = {
+        "dataset": (*DATASETS, "folder:PATH"),
+        "checkpoint": CHECKPOINTS,
+        "device": ("auto", "cpu", "cuda", "mps"),
+        "masks_of": ("adapted", "slow"),
+    }
     for name, value in values.items():
-        if name == "budget": budget(value, task)
-        elif name == "dataset" and re.match("folder:.", str(value)): pass
-        elif name in single: check_choice(name, value, single[name])
+        if name == "budget":
+            budget(value, task)
+        elif name == "dataset" and re.match("folder:.", str(value)):
+            pass
+        elif name in single:
+            check_choice(name, value, single[name])
         elif name in lists:
-            for word in words(value) if isinstance(value, str) else [value]: check_choice(name, word, lists[name])
+            for word in words(value) if isinstance(value, str) else [value]:
+                check_choice(name, word, lists[name])
 
 # %% ../nbs/19_cli.ipynb #13263068
 def spell(seconds) -> str:
     "A time as people say it."
     for unit, size in ("days", 86400), ("hours", 3600), ("minutes", 60):
-        if seconds >= 2*size: return f"{seconds/size:.0f} {unit}"
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
 
 def shorten(path) -> str:
     "A path relative to where the user stands, if it is below."
@@ -144,106 +212,148 @@ def shorten(path) -> str:
 
 # %% ../nbs/19_cli.ipynb #b733dc22
 def output_path(
-    path,   # of the notebook
-    values, # every parameter of the run
+    path,  # of the notebook
+    values,  # every parameter of the run
 ) -> Path:
     "Where the executed notebook goes."
     from aim_nb.core import content_key, runs_dir
-    return runs_dir()/"notebooks"/f"{path.stem}-{content_key([path.stem, values], 8)}.ipynb"
+
+    return runs_dir() / "notebooks" / f"{path.stem}-{content_key([path.stem, values], 8)}.ipynb"
 
 # %% ../nbs/19_cli.ipynb #20e8fd77
 class Kernels:
     "The kernels that a run started, so that Ctrl-C can reach them."
-    def __init__(self): self.managers, self.places, self.stopping = [], [], False
+
+    def __init__(self):
+        self.managers, self.places, self.stopping = [], [], False
 
     def sockets(self) -> dict:
         "Local sockets in a folder of their own, so that two runs that start at once cannot take the same ones; nothing where the system has none."
-        if os.name != "posix": return {}
+        if os.name != "posix":
+            return {}
         self.places.append(tempfile.TemporaryDirectory(prefix="aim-nb-", ignore_cleanup_errors=True))
         return dict(transport="ipc", ip=os.path.join(self.places[-1].name, "kernel"))
 
     def manager_class(self):
         "A kernel manager that is remembered here, and needs no network ports where the system has local sockets."
         from jupyter_client.manager import AsyncKernelManager
+
         class Remembered(AsyncKernelManager):
             def __init__(manager, **kw):
                 super().__init__(**self.sockets(), **kw)
                 self.managers.append(manager)
+
         return Remembered
 
     def stop(self, sig):
         "Send a signal to the kernels; no further cell is started."
         self.stopping = True
         for pid in [getattr(m.provisioner, "pid", None) for m in self.managers]:
-            if pid: os.kill(pid, sig)
+            if pid:
+                os.kill(pid, sig)
 
     def before_cell(self, **_):
-        if self.stopping: raise RuntimeError("stopped")
+        if self.stopping:
+            raise RuntimeError("stopped")
 
 # %% ../nbs/19_cli.ipynb #b1f4470e
 def interruptible(
-    work,    # what to do
-    kernels, # what it starts
+    work,  # what to do
+    kernels,  # what it starts
 ):
     "The result of `work()`; Ctrl-C goes to the kernels."
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(work)
-        try: return job.result()
-        except KeyboardInterrupt: kernels.stop(signal.SIGINT)
-        try: job.exception()
-        except KeyboardInterrupt: kernels.stop(signal.SIGKILL)
+        try:
+            return job.result()
+        except KeyboardInterrupt:
+            kernels.stop(signal.SIGINT)
+        try:
+            job.exception()
+        except KeyboardInterrupt:
+            kernels.stop(signal.SIGKILL)
     raise KeyboardInterrupt
 
 # %% ../nbs/19_cli.ipynb #dc2aa1f0
 def failure(
-    error, # from papermill
-    out,   # where the partial notebook is
+    error,  # from papermill
+    out,  # where the partial notebook is
 ):
     "End the program with one line for a run that failed."
     from aim_nb.core import AimError
-    kind, text = getattr(error, "ename", type(error).__name__), getattr(error, "evalue", str(error)).strip() or "no message"
+
+    kind, text = (
+        getattr(error, "ename", type(error).__name__),
+        getattr(error, "evalue", str(error)).strip() or "no message",
+    )
     say(f"the notebook as far as it came is {shorten(out)}")
-    if kind == "AimError": raise AimError(text)
+    if kind == "AimError":
+        raise AimError(text)
     where = f" in cell [{error.exec_count}]" if hasattr(error, "exec_count") else ""
-    say(f"{kind}{where}: {text.splitlines()[0]}"); raise typer.Exit(1)
+    say(f"{kind}{where}: {text.splitlines()[0]}")
+    raise typer.Exit(1)
+
 
 def execute(
-    path,   # of the notebook
-    out,    # where it goes when executed
-    values, # parameters that differ from the defaults
+    path,  # of the notebook
+    out,  # where it goes when executed
+    values,  # parameters that differ from the defaults
 ):
     "The notebook at `path`, executed by papermill with its stderr live in the terminal."
     from aim_nb.core import AimError
+
     papermill, kernels = need_papermill(), Kernels()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        return interruptible(lambda: papermill.execute_notebook(str(path), str(out), values, progress_bar=False, stderr_file=sys.stderr,
-            kernel_manager_class=kernels.manager_class(), on_cell_start=kernels.before_cell), kernels)
-    except OSError as e: raise AimError(f"{out} cannot be written ({e.strerror or e}); set AIM_RUNS to a place that can.") from e
-    except Exception as e: failure(e, out)
+        return interruptible(
+            lambda: papermill.execute_notebook(
+                str(path),
+                str(out),
+                values,
+                progress_bar=False,
+                stderr_file=sys.stderr,
+                kernel_manager_class=kernels.manager_class(),
+                on_cell_start=kernels.before_cell,
+            ),
+            kernels,
+        )
+    except OSError as e:
+        raise AimError(f"{out} cannot be written ({e.strerror or e}); set AIM_RUNS to a place that can.") from e
+    except Exception as e:
+        failure(e, out)
 
 # %% ../nbs/19_cli.ipynb #681993dc
 def summary(
-    nb, # an executed notebook
+    nb,  # an executed notebook
 ) -> str:
     "The text that cells tagged `summary` put out."
     cells = [c for c in nb.cells if "summary" in c.metadata.get("tags", [])]
-    texts = [o.get("text") or o.get("data", {}).get("text/plain", "") for c in cells for o in c.outputs if o.get("name") != "stderr"]
+    texts = [
+        o.get("text") or o.get("data", {}).get("text/plain", "")
+        for c in cells
+        for o in c.outputs
+        if o.get("name") != "stderr"
+    ]
     return "\n".join(t.rstrip() for t in texts if t.strip())
+
 
 def save_picture(
     nb,  # an executed notebook
-    out, # its path
+    out,  # its path
 ) -> Path | None:
     "Write the notebook's last picture beside it."
     from base64 import b64decode
     from aim_nb.core import atomic_write
+
     pictures = [o.data["image/png"] for c in nb.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
-    if pictures: atomic_write(out.with_suffix(".png"), b64decode(pictures[-1]))
+    if pictures:
+        atomic_write(out.with_suffix(".png"), b64decode(pictures[-1]))
     return out.with_suffix(".png") if pictures else None
 
 # %% ../nbs/19_cli.ipynb #3b5db126
-def _is_option(word): return word.startswith("--") or word in ("-p", "-o", "-h")
+def _is_option(word):
+    return word.startswith("--") or word in ("-p", "-o", "-h")
+
 
 def join_pairs(args) -> list:
     "`-p name value` as `-p name=value`."
@@ -256,9 +366,12 @@ def join_pairs(args) -> list:
             out.append(name if "=" in name or not args or _is_option(args[0]) else f"{name}={args.pop(0)}")
     return out
 
+
 class Pairs(TyperCommand):
     "A command whose `-p` takes two words."
-    def parse_args(self, ctx, args): return super().parse_args(ctx, join_pairs(args))
+
+    def parse_args(self, ctx, args):
+        return super().parse_args(ctx, join_pairs(args))
 
 # %% ../nbs/19_cli.ipynb #7302c7a8
 def show_plan(known, values, cost, out):
@@ -266,16 +379,24 @@ def show_plan(known, values, cost, out):
     for name, (default, comment) in known.items():
         mark = "*" if name in values else " "
         typer.echo(f" {mark} {name:14s} {str(values.get(name, default)):24s} {comment}".rstrip())
-    if cost: typer.echo(f"about {spell(cost[0])} on one core and {cost[1]/1e9:.1f} GB, within a factor of two; finished parts are reused")
+    if cost:
+        typer.echo(
+            f"about {spell(cost[0])} on one core and {cost[1] / 1e9:.1f} GB, within a factor of two; finished parts are reused"
+        )
     typer.echo(f"would write {shorten(out)}")
+
 
 @app.command(cls=Pairs)
 def run(
     notebook: Annotated[str, typer.Argument(help="A path, or a name such as 20_fewshot or fewshot.")],
-    parameter: Annotated[list[str], typer.Option("-p", "--parameter", metavar="NAME VALUE", help="Set a parameter; may be repeated.")] = [],
+    parameter: Annotated[
+        list[str], typer.Option("-p", "--parameter", metavar="NAME VALUE", help="Set a parameter; may be repeated.")
+    ] = [],
     output: Annotated[str, typer.Option("-o", "--output", help="Where the executed notebook goes.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show parameters, time and memory; run nothing.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of going on from checkpoints and records.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over instead of going on from checkpoints and records.")
+    ] = False,
 ):
     "Run an experiment notebook with papermill, its parameters checked first."
     path = find_notebook(notebook)
@@ -285,52 +406,79 @@ def run(
     check_values(every if ours else values, task)
     cost = None
     if ours:
-        from aim_nb.sweep import estimate # checks every run
+        from aim_nb.sweep import estimate  # checks every run
+
         cost = estimate(path.stem, every)
     out = Path(output) if output else output_path(path, every)
-    if not dry_run: return start(path, out, values, fresh)
+    if not dry_run:
+        return start(path, out, values, fresh)
     show_plan(known, values, cost, out)
 
 # %% ../nbs/19_cli.ipynb #66a14bdc
 def start(path, out, values, fresh=False):
     "Execute a notebook and print what came of it."
     from aim_nb.core import LARGE_PAGES
+
     began, stem = time.time(), path.stem
     settings = " ".join(f"{k}={v}" for k, v in values.items()) or "with its defaults"
     say(f"running {stem} {settings}")
-    os.environ.update({"GLIBC_TUNABLES": LARGE_PAGES, **os.environ}, AIM_LIVE=str(int(sys.stderr.isatty())), **{"AIM_FRESH": "1"} if fresh else {}) # the kernel inherits them
+    os.environ.update(
+        {"GLIBC_TUNABLES": LARGE_PAGES, **os.environ},
+        AIM_LIVE=str(int(sys.stderr.isatty())),
+        **{"AIM_FRESH": "1"} if fresh else {},
+    )  # the kernel inherits them
     nb = execute(path, out, values)
     picture = save_picture(nb, out)
-    if text := summary(nb): typer.echo(text)
+    if text := summary(nb):
+        typer.echo(text)
     typer.echo(f"notebook  {shorten(out)}")
-    if picture: typer.echo(f"figure    {shorten(picture)}")
+    if picture:
+        typer.echo(f"figure    {shorten(picture)}")
     typer.echo(f"took      {spell(time.time() - began)}")
 
 # %% ../nbs/19_cli.ipynb #72a365ce
 @app.command("sweep")
 def sweep_(
     plan: Annotated[str, typer.Argument(help="The path of a TOML file, or a name in plans/.")],
-    scheduler: Annotated[str, typer.Option("--scheduler", metavar="ADDRESS", help="Your own dask scheduler, such as tcp://host:8786 (default: processes on this machine).")] = "",
+    scheduler: Annotated[
+        str,
+        typer.Option(
+            "--scheduler",
+            metavar="ADDRESS",
+            help="Your own dask scheduler, such as tcp://host:8786 (default: processes on this machine).",
+        ),
+    ] = "",
     workers: Annotated[int, typer.Option("--workers", min=0, help="Processes on this machine (0: one a core).")] = 0,
     retries: Annotated[int, typer.Option("--retries", min=0, help="How often a run that failed is tried again.")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, how far they are and the time; run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the runs, how far they are and the time; run nothing.")
+    ] = False,
 ):
     "Make every run of a plan that is not recorded yet, one core each."
     from aim_nb import sweep as engine
-    if dry_run: return [typer.echo(line) for line in engine.overview(engine.survey(engine.expand(plan)), workers or engine.cores())]
-    if engine.sweep(plan, scheduler, workers, retries, tell=lambda line: typer.echo(line, err=True)): raise typer.Exit(1)
+
+    if dry_run:
+        return [
+            typer.echo(line) for line in engine.overview(engine.survey(engine.expand(plan)), workers or engine.cores())
+        ]
+    if engine.sweep(plan, scheduler, workers, retries, tell=lambda line: typer.echo(line, err=True)):
+        raise typer.Exit(1)
 
 # %% ../nbs/19_cli.ipynb #1007f321
 data = typer.Typer(no_args_is_help=True, help="Datasets: what is there, build one, look one over.")
 app.add_typer(data, name="data")
-Root = Annotated[str, typer.Option("--root", help="Where datasets live (default: $AIM_DATA, else a per-user cache directory).")]
+Root = Annotated[
+    str, typer.Option("--root", help="Where datasets live (default: $AIM_DATA, else a per-user cache directory).")
+]
 Name = Annotated[str, typer.Argument(help="omniglot, cifar-fs, cifar100, mini-imagenet, glyphs, or folder:PATH.")]
+
 
 def table(rows):
     "Print dictionaries as aligned columns."
     cells = [list(rows[0]), *([str(v or "-") for v in r.values()] for r in rows)]
     widths = [max(map(len, col)) for col in zip(*cells)]
-    for row in cells: typer.echo("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip())
+    for row in cells:
+        typer.echo("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip())
 
 # %% ../nbs/19_cli.ipynb #289b3b9a
 @data.command("list")
@@ -338,58 +486,86 @@ def list_(root: Root = ""):
     "What is there."
     from aim_nb.banks import list_banks
     from aim_nb.core import data_root
+
     typer.echo(f"datasets under {shorten(data_root(root))}")
     table([{k: r[k] for k in ("name", "state", "images", "classes", "shape", "mb", "sha")} for r in list_banks(root)])
 
 # %% ../nbs/19_cli.ipynb #2bcfee94
 @data.command()
-def prepare(name: Name, root: Root = "", force: Annotated[bool, typer.Option("--force", help="Build it again.")] = False,
-            download: Annotated[bool, typer.Option(help="Fetch the source where it is absent and may be fetched.")] = True):
+def prepare(
+    name: Name,
+    root: Root = "",
+    force: Annotated[bool, typer.Option("--force", help="Build it again.")] = False,
+    download: Annotated[bool, typer.Option(help="Fetch the source where it is absent and may be fetched.")] = True,
+):
     "Build a dataset from its source."
     from aim_nb.banks import prepare_bank
+
     bank = prepare_bank(name, root, force=force, download=download)
     counts = ", ".join(f"{len(bank.classes(s))} {s}" for s in ("train", "val", "test"))
-    typer.echo(f"{name}: {len(bank.labels)} images of {'x'.join(map(str, bank.shape))}, classes {counts}, sha {bank.sha}")
+    typer.echo(
+        f"{name}: {len(bank.labels)} images of {'x'.join(map(str, bank.shape))}, classes {counts}, sha {bank.sha}"
+    )
+
 
 @data.command()
 def check(name: Name, root: Root = ""):
     "Look a dataset over; status 1 where something is wrong."
     from aim_nb.banks import check_bank
+
     found = check_bank(name, root)
-    for f in found: typer.echo(f"{f['level']:8s} {f['check']:20s} {f['detail']}")
-    if any(f["level"] == "problem" for f in found): raise typer.Exit(1)
+    for f in found:
+        typer.echo(f"{f['level']:8s} {f['check']:20s} {f['detail']}")
+    if any(f["level"] == "problem" for f in found):
+        raise typer.Exit(1)
 
 # %% ../nbs/19_cli.ipynb #8f03eaa2
 def filters(pairs) -> dict:
     "`field=value` texts as a dictionary; whole numbers become numbers."
     from aim_nb.core import AimError
+
     for p in pairs:
-        if "=" not in p: raise AimError(f"{p!r} is not a filter; write field=value, such as dataset=glyphs or seed=0.")
+        if "=" not in p:
+            raise AimError(f"{p!r} is not a filter; write field=value, such as dataset=glyphs or seed=0.")
     split = dict(p.split("=", 1) for p in pairs)
     return {k: int(v) if re.fullmatch("-?[0-9]{1,18}", v) else v for k, v in split.items()}
 
+
 @app.command("keep")
 def keep_(
-    where: Annotated[list[str], typer.Argument(metavar="[FIELD=VALUE]...", help="Which records: dataset=glyphs method=sib+aim budget=quick seed=0 ...")] = [],
+    where: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[FIELD=VALUE]...", help="Which records: dataset=glyphs method=sib+aim budget=quick seed=0 ..."
+        ),
+    ] = [],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show them.")] = False,
 ):
     "Copy records of runs to the committed results."
     from aim_nb.core import AimError
     from aim_nb.records import keep, kept_dir, read_records, record_name, records_dir
+
     found = read_records(records_dir(), **filters(where))
-    if not found: raise AimError(f"no record under {shorten(records_dir())} fits {' '.join(where) or 'yet'}.")
-    if not dry_run: keep(**filters(where))
-    for r in found: typer.echo(f"{'would keep' if dry_run else 'kept'} {shorten(kept_dir()/record_name(r))}")
+    if not found:
+        raise AimError(f"no record under {shorten(records_dir())} fits {' '.join(where) or 'yet'}.")
+    if not dry_run:
+        keep(**filters(where))
+    for r in found:
+        typer.echo(f"{'would keep' if dry_run else 'kept'} {shorten(kept_dir() / record_name(r))}")
 
 # %% ../nbs/19_cli.ipynb #90c4bad7
 def need_report():
     "The function behind the report, or what to install."
     from aim_nb.core import AimError
-    try: from aim_nb.findings import report_text
+
+    try:
+        from aim_nb.findings import report_text
     except ModuleNotFoundError as e:
-        if str(e.name).startswith("aim_nb"): raise
+        if str(e.name).startswith("aim_nb"):
+            raise
         raise AimError("the report needs pandas and matplotlib: pip install 'aim_nb[notebooks]'.") from None
     return report_text
+
 
 @app.command()
 def report(
@@ -397,4 +573,5 @@ def report(
 ):
     "What is reproduced, what differs, what was not run."
     from aim_nb.records import read_records, records_dir
+
     typer.echo(need_report()(read_records(records_dir()) if runs else None).rstrip())

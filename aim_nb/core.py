@@ -24,12 +24,13 @@ class AimError(ValueError):
 
 # %% ../nbs/00_core.ipynb #01e69486
 def check_choice(
-    name,    # what is being chosen, as the user knows it
-    value,   # what was given
-    choices, # what there is
+    name,  # what is being chosen, as the user knows it
+    value,  # what was given
+    choices,  # what there is
 ):
     "Return `value` if it is among `choices`, else say which ones there are."
-    if value not in choices: raise AimError(f"{name}={value!r} is not known; choose one of {', '.join(map(str, choices))}.")
+    if value not in choices:
+        raise AimError(f"{name}={value!r} is not known; choose one of {', '.join(map(str, choices))}.")
     return value
 
 # %% ../nbs/00_core.ipynb #1595081e
@@ -37,29 +38,37 @@ def words(text) -> list:
     "The comma-separated words of `text`."
     return [w.strip() for w in str(text).split(",") if w.strip()]
 
+
 def numbers(text, kind=int) -> list:
     "The comma-separated numbers of `text`."
-    try: return [kind(w) for w in words(text)]
-    except ValueError: raise AimError(f"{text!r} should be {kind.__name__} values separated by commas, such as '1,5'.") from None
+    try:
+        return [kind(w) for w in words(text)]
+    except ValueError:
+        raise AimError(f"{text!r} should be {kind.__name__} values separated by commas, such as '1,5'.") from None
 
 # %% ../nbs/00_core.ipynb #69329027
 def project_root() -> Path:
     "The repository that holds the current directory, else the current directory."
     here = Path.cwd()
     for folder in (here, *here.parents):
-        if (folder/"settings.ini").exists() and (folder/"nbs").is_dir(): return folder
+        if (folder / "settings.ini").exists() and (folder / "nbs").is_dir():
+            return folder
     return here
+
 
 def runs_dir() -> Path:
     "Where runs write: `$AIM_RUNS`, else `runs/` in the project."
-    return Path(os.environ.get("AIM_RUNS") or project_root()/"runs").expanduser().absolute()
+    return Path(os.environ.get("AIM_RUNS") or project_root() / "runs").expanduser().absolute()
+
 
 def data_root(
-    root="", # an explicit choice wins
+    root="",  # an explicit choice wins
 ) -> Path:
     "Where datasets live: `root`, else `$AIM_DATA`, else a per-user cache directory."
     from platformdirs import user_cache_dir
+
     return Path(root or os.environ.get("AIM_DATA") or user_cache_dir("aim_nb", appauthor=False)).expanduser().absolute()
+
 
 def in_test() -> bool:
     "Whether `nbdev_test` is running the notebook, in which case experiments fall to the `smoke` budget."
@@ -68,10 +77,14 @@ def in_test() -> bool:
 # %% ../nbs/00_core.ipynb #0a27d534
 def _sync_dir(path):
     fd = os.open(path, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
 
 HOST = re.sub(r"\W", "_", platform.node())  # in names that dots and hyphens divide
+
 
 @contextlib.contextmanager
 def atomic_file(path):
@@ -82,141 +95,194 @@ def atomic_file(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(tmp, "wb") as f:
             yield f
-            f.flush(); os.fsync(f.fileno())
-        os.replace(tmp, path); _sync_dir(path.parent)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+        _sync_dir(path.parent)
     except OSError as e:
-        raise AimError(f"{path} could not be written ({e.strerror or e}); free some space or choose another place, nothing was changed.") from e
+        raise AimError(
+            f"{path} could not be written ({e.strerror or e}); free some space or choose another place, nothing was changed."
+        ) from e
     finally:
-        with contextlib.suppress(OSError): tmp.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            tmp.unlink(missing_ok=True)
+
 
 def atomic_write(path, data):
     "Write text or bytes to `path`, whole or not at all."
-    with atomic_file(path) as f: f.write(data.encode() if isinstance(data, str) else data)
+    with atomic_file(path) as f:
+        f.write(data.encode() if isinstance(data, str) else data)
 
 # %% ../nbs/00_core.ipynb #6ce61d29
 @contextlib.contextmanager
 def atomic_dir(path):
     "A fresh directory that takes the place of `path` only when the block ends without an error."
-    path = Path(path); path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
     try:
         yield tmp
         old = path.with_name(f".{path.name}.{os.getpid()}.old")
-        if path.exists(): os.replace(path, old)
-        os.replace(tmp, path); _sync_dir(path.parent)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(tmp, path)
+        _sync_dir(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-    finally: shutil.rmtree(tmp, ignore_errors=True)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
 # %% ../nbs/00_core.ipynb #69784c66
 def content_key(
     obj,  # anything that JSON can hold
-    n=12, # hexadecimal digits
+    n=12,  # hexadecimal digits
 ) -> str:
     "A short name for a value: equal values have equal keys, on every machine."
     text = json.dumps(obj, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:n]
 
+
 def key_seed(*keys) -> int:
     "A 63-bit seed that is a pure function of `keys`."
     return int(hashlib.sha256(repr(keys).encode()).hexdigest()[:16], 16) >> 1
 
+
 def torch_rng(*keys, device="cpu") -> torch.Generator:
     "A torch generator that depends on `keys` alone."
     return torch.Generator(device=device).manual_seed(key_seed(*keys))
+
 
 def numpy_rng(*keys) -> np.random.Generator:
     "A numpy generator that depends on `keys` alone."
     return np.random.Generator(np.random.PCG64(key_seed(*keys)))
 
 # %% ../nbs/00_core.ipynb #a926de83
-LARGE_PAGES = "glibc.malloc.hugetlb=1"   # of $GLIBC_TUNABLES, read as a process starts
+LARGE_PAGES = "glibc.malloc.hugetlb=1"  # of $GLIBC_TUNABLES, read as a process starts
+
 
 def worker_env(
-    threads=1, # torch threads of the worker
+    threads=1,  # torch threads of the worker
 ) -> dict:
     "The environment for a worker or background run: few threads, no spinning while they wait, large pages of memory."
     n = str(threads)
-    return {"GLIBC_TUNABLES": LARGE_PAGES, **os.environ, "OMP_NUM_THREADS": n, "MKL_NUM_THREADS": n, "OPENBLAS_NUM_THREADS": n, "OMP_WAIT_POLICY": "PASSIVE"}
+    return {
+        "GLIBC_TUNABLES": LARGE_PAGES,
+        **os.environ,
+        "OMP_NUM_THREADS": n,
+        "MKL_NUM_THREADS": n,
+        "OPENBLAS_NUM_THREADS": n,
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
 
 def use_threads(n=0) -> int:
     "Set torch's threads (0 leaves them) and return how many there are."
-    if n: torch.set_num_threads(n)
+    if n:
+        torch.set_num_threads(n)
     return torch.get_num_threads()
+
 
 @contextlib.contextmanager
 def threads(n):
     "Torch with `n` threads (0: as many as it has) inside the `with`."
     before = torch.get_num_threads()
     use_threads(n)
-    try: yield
-    finally: torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 @functools.cache
-def _crew(n, process): return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))   # a forked process has none of its parent's threads
+def _crew(n, process):
+    return ThreadPoolExecutor(
+        n, initializer=torch.set_num_threads, initargs=(1,)
+    )  # a forked process has none of its parent's threads
 
-def share_out(fn, jobs, n=1): # function, list of its arguments' tuples
+
+def share_out(fn, jobs, n=1):  # function, list of its arguments' tuples
     "Call `fn` for every job, on `n` cores, each job on one."
-    if n < 2: return [fn(*job) for job in jobs]
+    if n < 2:
+        return [fn(*job) for job in jobs]
     shares = list(_crew(n, os.getpid()).map(lambda k: [fn(*job) for job in jobs[k::n]], range(n)))
-    return [shares[i % n][i//n] for i in range(len(jobs))]
+    return [shares[i % n][i // n] for i in range(len(jobs))]
 
 # %% ../nbs/00_core.ipynb #10dc8679
 @functools.cache
 def keep_memory() -> bool:
     "Have the C library keep freed memory for the next step; returns whether it could be asked (glibc)."
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is None: return False
-    return bool(mallopt(-1, 2**31 - 1) and (mallopt(-3, 2**30) or mallopt(-3, 2**25)))     # when to give memory back; from which size on a block is mapped anew each time
+    if mallopt is None:
+        return False
+    return bool(
+        mallopt(-1, 2**31 - 1) and (mallopt(-3, 2**30) or mallopt(-3, 2**25))
+    )  # when to give memory back; from which size on a block is mapped anew each time
+
 
 def pick_device(
-    name="auto", # auto | cpu | cuda | mps
+    name="auto",  # auto | cpu | cuda | mps
 ) -> torch.device:
     "The device called `name`, or the best there is."
     check_choice("device", name, ("auto", "cpu", "cuda", "mps"))
     has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto": name = next(d for d in ("cuda", "cpu") if has[d])
-    if not has[name]: raise AimError(f"device={name!r} is not available here; use -p device cpu.")
+    if name == "auto":
+        name = next(d for d in ("cuda", "cpu") if has[d])
+    if not has[name]:
+        raise AimError(f"device={name!r} is not available here; use -p device cpu.")
     return torch.device(name)
 
 # %% ../nbs/00_core.ipynb #0fc1404a
 def progress(
-    iterable=None, # what to walk through
-    **kwargs,      # as tqdm takes them
+    iterable=None,  # what to walk through
+    **kwargs,  # as tqdm takes them
 ):
     "A tqdm bar that stays readable when the output is not a terminal."
     from tqdm import auto, std
+
     live = os.environ.get("AIM_LIVE", "0" if in_test() else "")
-    if not live: kind, every = auto.tqdm, .1 if sys.stderr.isatty() else 10
-    else: kind, every = std.tqdm, .3 if live == "1" else 10
+    if not live:
+        kind, every = auto.tqdm, 0.1 if sys.stderr.isatty() else 10
+    else:
+        kind, every = std.tqdm, 0.3 if live == "1" else 10
     return kind(iterable, **{"mininterval": every, "ascii": True, "dynamic_ncols": not live, **kwargs})
 
 # %% ../nbs/00_core.ipynb #0c5dfaa3
 SWITCHES = dict(
-    gate=("sigmoid", "raw"),              # eq. (3) | the release's continual code: signed scores, L2-normalised output
-    decision=("hard", "soft", "soft-test"), # top K | every mechanism above 0.5 | hard in training, soft at test
-    select=("shared", "sample"),          # eq. (4): the same ranks for all samples of a call (release) | ranks per sample (text)
-    sib_steps=(3, 5),                     # what the release runs | what its configuration file says
-    aim_update=("inplace", "episode", "algorithm1"), # release's double step | first-order MAML | the text to the letter
-    adapt=(True, False),                  # the inner step on the support set
-    heatmap=("mean", "halving"),          # the paper's average | the release's new = (old + current)/2
-    slow_set=("all", "paper"),            # what the release's Adam updates | RLN or NM alone
-    fast_set=("paper", "release"),        # ANML: all of P | P's last norm only (both with reduce, AIM and fc)
-    order=("first", "second"),            # of the meta-gradient
-    norm=("affine", "instance"),          # the release's fixed affine map | per-image normalisation, as ANML's parent (the usual one of continual runs)
-    inputs=("standardised", "release"),   # by the meta-train images' mean and sd | the release's constants
-    row_reset=("kaiming", "normal"),      # the output row of a class about to be learnt
-    protocol=("heldout", "release"),      # Omniglot's meta-test classes and images
-    metatest_update=("head", "fast"),     # what moves at meta-test: fc | every fast parameter
-    metatest_rate=("validation", "release"), # chosen without test images | on them
-    trajectories=("prefix", "independent"), # one long trajectory read at its prefixes | a new draw for each n
-    meta_images=("same", "redrawn"),      # the class's images in the meta-batch: those of the inner loop | new ones
-    adam=("exact", "lazy"),               # idle mechanisms move under Adam | they do not (another optimiser)
+    gate=("sigmoid", "raw"),  # eq. (3) | the release's continual code: signed scores, L2-normalised output
+    decision=("hard", "soft", "soft-test"),  # top K | every mechanism above 0.5 | hard in training, soft at test
+    select=(
+        "shared",
+        "sample",
+    ),  # eq. (4): the same ranks for all samples of a call (release) | ranks per sample (text)
+    sib_steps=(3, 5),  # what the release runs | what its configuration file says
+    aim_update=(
+        "inplace",
+        "episode",
+        "algorithm1",
+    ),  # release's double step | first-order MAML | the text to the letter
+    adapt=(True, False),  # the inner step on the support set
+    heatmap=("mean", "halving"),  # the paper's average | the release's new = (old + current)/2
+    slow_set=("all", "paper"),  # what the release's Adam updates | RLN or NM alone
+    fast_set=("paper", "release"),  # ANML: all of P | P's last norm only (both with reduce, AIM and fc)
+    order=("first", "second"),  # of the meta-gradient
+    norm=(
+        "affine",
+        "instance",
+    ),  # the release's fixed affine map | per-image normalisation, as ANML's parent (the usual one of continual runs)
+    inputs=("standardised", "release"),  # by the meta-train images' mean and sd | the release's constants
+    row_reset=("kaiming", "normal"),  # the output row of a class about to be learnt
+    protocol=("heldout", "release"),  # Omniglot's meta-test classes and images
+    metatest_update=("head", "fast"),  # what moves at meta-test: fc | every fast parameter
+    metatest_rate=("validation", "release"),  # chosen without test images | on them
+    trajectories=("prefix", "independent"),  # one long trajectory read at its prefixes | a new draw for each n
+    meta_images=("same", "redrawn"),  # the class's images in the meta-batch: those of the inner loop | new ones
+    adam=("exact", "lazy"),  # idle mechanisms move under Adam | they do not (another optimiser)
 )
 
 # %% ../nbs/00_core.ipynb #91d8b152
 @dataclass(frozen=True)
 class Protocol:
     "Every choice on which paper and release differ; checked when made, written into each record."
+
     gate: str = "sigmoid"
     decision: str = "hard"
     select: str = "shared"
@@ -238,9 +304,11 @@ class Protocol:
     adam: str = "exact"
 
     def __post_init__(self):
-        for name, choices in SWITCHES.items(): check_choice(name, getattr(self, name), choices)
+        for name, choices in SWITCHES.items():
+            check_choice(name, getattr(self, name), choices)
 
-    def asdict(self) -> dict: return asdict(self)
+    def asdict(self) -> dict:
+        return asdict(self)
 
     def changed(self) -> dict:
         "The switches that do not stand at their default."
@@ -250,61 +318,94 @@ class Protocol:
 DATASETS = ("omniglot", "cifar-fs", "cifar100", "mini-imagenet", "glyphs")
 FEWSHOT_METHODS = ("sib", "sib+linear", "sib+aim")
 CONTINUAL_METHODS = ("oml", "oml+linear", "oml+aim", "anml", "anml+aim")
-CHECKPOINTS = ("best", "last")     # continual: the weights that are meta-tested, of the best validation or of the end of training
+CHECKPOINTS = (
+    "best",
+    "last",
+)  # continual: the weights that are meta-tested, of the best validation or of the end of training
+
 
 @dataclass(frozen=True)
 class Budget:
     "How long a run goes."
-    name: str               # smoke | quick | paper | paper@N
-    task: str               # fewshot | continual
-    steps: int              # of meta-training
-    val_every: int          # steps between validations
-    val_episodes: int = 0   # few-shot: fixed validation episodes
+
+    name: str  # smoke | quick | paper | paper@N
+    task: str  # fewshot | continual
+    steps: int  # of meta-training
+    val_every: int  # steps between validations
+    val_episodes: int = 0  # few-shot: fixed validation episodes
     test_episodes: int = 0  # few-shot: test episodes
     pretrain_epochs: int = 0
-    pretrain_schedule: str = "onecycle" # onecycle | release
-    views: int = 0          # augmented views of each training image (0: fresh ones)
-    width: int = 0          # continual: channels of the convolutions (0: the paper's)
-    runs: int = 0           # continual: meta-test runs
-    rates: int = 0          # continual: learning rates tried
-    rate_runs: int = 0      # continual: trajectories for each of them
-    classes: int = 0        # few-shot: the first classes of each split; continual: the longest trajectory (0: all)
+    pretrain_schedule: str = "onecycle"  # onecycle | release
+    views: int = 0  # augmented views of each training image (0: fresh ones)
+    width: int = 0  # continual: channels of the convolutions (0: the paper's)
+    runs: int = 0  # continual: meta-test runs
+    rates: int = 0  # continual: learning rates tried
+    rate_runs: int = 0  # continual: trajectories for each of them
+    classes: int = 0  # few-shot: the first classes of each split; continual: the longest trajectory (0: all)
 
-    def asdict(self) -> dict: return asdict(self)
+    def asdict(self) -> dict:
+        return asdict(self)
 
 # %% ../nbs/00_core.ipynb #cbae1b48
 BUDGETS = {
     "fewshot": dict(
         smoke=dict(steps=30, val_every=15, val_episodes=20, test_episodes=30, pretrain_epochs=1, views=1, classes=30),
         quick=dict(steps=4000, val_every=1000, val_episodes=1000, test_episodes=2000, pretrain_epochs=14, views=5),
-        paper=dict(steps=50_000, val_every=1000, val_episodes=1000, test_episodes=2000, pretrain_epochs=60, pretrain_schedule="release", views=10)),
+        paper=dict(
+            steps=50_000,
+            val_every=1000,
+            val_episodes=1000,
+            test_episodes=2000,
+            pretrain_epochs=60,
+            pretrain_schedule="release",
+            views=10,
+        ),
+    ),
     "continual": dict(
         smoke=dict(steps=6, val_every=3, width=16, runs=2, rates=2, rate_runs=1, classes=10),
         quick=dict(steps=400, val_every=100, width=48, runs=3, rates=4, rate_runs=1, classes=100),
-        paper=dict(steps=20_000, val_every=500, runs=10, rates=14, rate_runs=10)),
+        paper=dict(steps=20_000, val_every=500, runs=10, rates=14, rate_runs=10),
+    ),
 }
 
-PAPER_LONG = {"paper": {}, "paper-onecycle": dict(pretrain_epochs=14, pretrain_schedule="onecycle")}   # the budgets of the paper's length, and what is not the paper's in them
+PAPER_LONG = {
+    "paper": {},
+    "paper-onecycle": dict(pretrain_epochs=14, pretrain_schedule="onecycle"),
+}  # the budgets of the paper's length, and what is not the paper's in them
 BUDGETS["fewshot"]["paper-onecycle"] = BUDGETS["fewshot"]["paper"] | PAPER_LONG["paper-onecycle"]
 
+
 def budget(
-    name="quick",    # smoke | quick | paper | paper@N | paper-onecycle | paper-onecycle@N
+    name="quick",  # smoke | quick | paper | paper@N | paper-onecycle | paper-onecycle@N
     task="fewshot",  # fewshot | continual
-    dataset="",      # `quick` is shorter where a step is dear (mini-ImageNet) or little is to be learnt (glyphs)
-    steps=0,         # another number of steps (0: the budget's own)
+    dataset="",  # `quick` is shorter where a step is dear (mini-ImageNet) or little is to be learnt (glyphs)
+    steps=0,  # another number of steps (0: the budget's own)
 ) -> Budget:
     "The budget called `name`."
     base, mark, at = name.partition("@")
     table = BUDGETS[check_choice("task", task, tuple(BUDGETS))]
     values = dict(table[check_choice("budget", base, tuple(table))])
-    if base == "quick": values.update(QUICK.get(dataset, {}).get(task, {}))
-    if mark and (base not in PAPER_LONG or not at.isdecimal() or int(at) < 1): raise AimError(f"budget={name!r} is not known; write paper@N with a number of steps of at least 1.")
-    if steps and int(steps) < 1: raise AimError(f"steps={steps} should be at least 1, or 0 for the budget's own.")
-    if at and task == "continual": values.update(rates=7, rate_runs=2, val_every=250) # the release's search of 14 rates x 10 only at its own number of steps
-    if steps or at: values["steps"] = int(steps or at)
+    if base == "quick":
+        values.update(QUICK.get(dataset, {}).get(task, {}))
+    if mark and (base not in PAPER_LONG or not at.isdecimal() or int(at) < 1):
+        raise AimError(f"budget={name!r} is not known; write paper@N with a number of steps of at least 1.")
+    if steps and int(steps) < 1:
+        raise AimError(f"steps={steps} should be at least 1, or 0 for the budget's own.")
+    if at and task == "continual":
+        values.update(
+            rates=7, rate_runs=2, val_every=250
+        )  # the release's search of 14 rates x 10 only at its own number of steps
+    if steps or at:
+        values["steps"] = int(steps or at)
     return Budget(name, task, **values)
 
-QUICK = { # where it is not the usual one
-    "glyphs": dict(fewshot=dict(steps=1000, val_every=250, pretrain_epochs=3, views=2, val_episodes=500), continual=dict(steps=300, val_every=100, width=32, runs=3, rates=3, rate_runs=1, classes=50)),
-    "mini-imagenet": dict(fewshot=dict(steps=1000, val_every=250, pretrain_epochs=5, views=3), continual=dict(steps=200, width=32)),
+
+QUICK = {  # where it is not the usual one
+    "glyphs": dict(
+        fewshot=dict(steps=1000, val_every=250, pretrain_epochs=3, views=2, val_episodes=500),
+        continual=dict(steps=300, val_every=100, width=32, runs=3, rates=3, rate_runs=1, classes=50),
+    ),
+    "mini-imagenet": dict(
+        fewshot=dict(steps=1000, val_every=250, pretrain_epochs=5, views=3), continual=dict(steps=200, width=32)
+    ),
 }

@@ -16,99 +16,187 @@ __all__ = ['FAST', 'SLOW', 'FROZEN', 'AIM_FACE', 'draw_aim', 'draw_applying_aims
 # %% ../nbs/17_drawings.ipynb #2a819e36
 FAST, SLOW, FROZEN, AIM_FACE = "#C0392B", "#2F6FB0", "#2A9D5C", "#F7E08A"
 
+
 class _Box:
     "A rounded box with text, and the middles of its sides."
+
     def __init__(self, ax, x, y, w, h, text="", face="white", edge=INK, size=9, lw=1.2, color=INK, ls="-"):
-        self.left, self.right, self.top, self.bottom = (x - w/2, y), (x + w/2, y), (x, y + h/2), (x, y - h/2)
-        ax.add_patch(FancyBboxPatch((x - w/2, y - h/2), w, h, boxstyle="round,pad=0,rounding_size=.08", fc=face, ec=edge, lw=lw, ls=ls))
+        self.left, self.right, self.top, self.bottom = (x - w / 2, y), (x + w / 2, y), (x, y + h / 2), (x, y - h / 2)
+        ax.add_patch(
+            FancyBboxPatch(
+                (x - w / 2, y - h / 2), w, h, boxstyle="round,pad=0,rounding_size=.08", fc=face, ec=edge, lw=lw, ls=ls
+            )
+        )
         ax.text(x, y, text, ha="center", va="center", size=size, color=color)
 
-def _arrow(ax, a, b, color=INK, lw=1.2, ls="-", bend=0., style="-|>"):
-    "An arrow from point `a` to point `b`."
-    ax.add_patch(FancyArrowPatch(a, b, arrowstyle=style, mutation_scale=9, color=color, lw=lw, ls=ls, shrinkA=1, shrinkB=1, connectionstyle=f"arc3,rad={bend}"))
 
-def _canvas(width, height, scale=.8):
+def _arrow(ax, a, b, color=INK, lw=1.2, ls="-", bend=0.0, style="-|>"):
+    "An arrow from point `a` to point `b`."
+    ax.add_patch(
+        FancyArrowPatch(
+            a,
+            b,
+            arrowstyle=style,
+            mutation_scale=9,
+            color=color,
+            lw=lw,
+            ls=ls,
+            shrinkA=1,
+            shrinkB=1,
+            connectionstyle=f"arc3,rad={bend}",
+        )
+    )
+
+
+def _canvas(width, height, scale=0.8):
     "An empty drawing of `width` x `height` units."
-    fig, ax = plt.subplots(figsize=(width*scale, height*scale)); fig.subplots_adjust(0, 0, 1, 1)
-    ax.set(xlim=(0, width), ylim=(0, height), aspect="equal"); ax.axis("off")
+    fig, ax = plt.subplots(figsize=(width * scale, height * scale))
+    fig.subplots_adjust(0, 0, 1, 1)
+    ax.set(xlim=(0, width), ylim=(0, height), aspect="equal")
+    ax.axis("off")
     return fig, ax
 
 # %% ../nbs/17_drawings.ipynb #8cb13cf6
 def _mechanism(ax, m, y, weight, on):
     "One row of the drawing: state and query, weight, the mechanism itself."
     ink, face, edge = (INK, "#CFEBD9", FROZEN) if on else ("#8d8d88", "#f1f1ed", FAINT)
-    query = _Box(ax, 5.0, y, 1.25, .5, rf"$h_{m}\,W^Q_{m}$", "white", edge, 8, color=ink)
-    ax.add_patch(plt.Rectangle((6.15, y - .13), 1.2, .26, fc="white", ec=edge, lw=.8)); ax.add_patch(plt.Rectangle((6.15, y - .13), 1.2*weight, .26, fc=FROZEN if on else FAINT, lw=0))
-    value = _Box(ax, 8.55, y, 1.1, .5, rf"$W^M_{m}$", face, edge, 9, color=ink)
-    _arrow(ax, query.right, (6.15, y), ink, .9); _arrow(ax, (7.35, y), value.left, ink, .9)
+    query = _Box(ax, 5.0, y, 1.25, 0.5, rf"$h_{m}\,W^Q_{m}$", "white", edge, 8, color=ink)
+    ax.add_patch(plt.Rectangle((6.15, y - 0.13), 1.2, 0.26, fc="white", ec=edge, lw=0.8))
+    ax.add_patch(plt.Rectangle((6.15, y - 0.13), 1.2 * weight, 0.26, fc=FROZEN if on else FAINT, lw=0))
+    value = _Box(ax, 8.55, y, 1.1, 0.5, rf"$W^M_{m}$", face, edge, 9, color=ink)
+    _arrow(ax, query.right, (6.15, y), ink, 0.9)
+    _arrow(ax, (7.35, y), value.left, ink, 0.9)
     return query, value
+
 
 def _around(ax, z, values, M):
     "The line that carries z over the top to the active mechanisms."
-    top, x = .72*M + .62, 7.68
+    top, x = 0.72 * M + 0.62, 7.68
     low = min(v.left[1] for v in values)
-    ax.plot([z.top[0], z.top[0], x, x], [z.top[1], top, top, low + .13], color=INK, lw=.9)
-    for v in values: _arrow(ax, (x, v.left[1] + .13), (v.left[0], v.left[1] + .13), INK, .9)
+    ax.plot([z.top[0], z.top[0], x, x], [z.top[1], top, top, low + 0.13], color=INK, lw=0.9)
+    for v in values:
+        _arrow(ax, (x, v.left[1] + 0.13), (v.left[0], v.left[1] + 0.13), INK, 0.9)
+
 
 def _backward(ax, value, total):
     "Forward from an active mechanism to the sum, and the gradient back."
     side = np.sign(value.right[1] - total[1]) or 1
-    _arrow(ax, value.right, (total[0] - .27, total[1] + .12*side))
-    _arrow(ax, (total[0] - .2, total[1] + .26*side), (value.right[0], value.right[1] + .14*side), SLOW, 1, "--", bend=.12*side)
+    _arrow(ax, value.right, (total[0] - 0.27, total[1] + 0.12 * side))
+    _arrow(
+        ax,
+        (total[0] - 0.2, total[1] + 0.26 * side),
+        (value.right[0], value.right[1] + 0.14 * side),
+        SLOW,
+        1,
+        "--",
+        bend=0.12 * side,
+    )
+
 
 def _ends(ax, mid):
     "What stands before and behind the mechanisms; returns z, the key and the sum's place."
-    f, key, total = _Box(ax, .95, mid, 1., 1.1, "$f_\\psi$", "#e6eef7"), _Box(ax, 3.6, mid, .75, 1.1, "$W^K$"), (10.2, mid)
-    z, null = _Box(ax, 2.35, mid, .75, .6, "$z$"), _Box(ax, 2.35, mid - .85, .75, .6, "$\\emptyset$", "#efefea", ls="--")
-    out, head = _Box(ax, 11.1, mid, .6, .6, "$\\tilde z$"), _Box(ax, 12.2, mid, .8, 1.1, "$\\phi$", "#e6eef7")
-    ax.add_patch(Circle(total, .3, fc="white", ec=INK)); ax.text(*total, "$\\Sigma$", ha="center", va="center")
-    for a, b in (((.05, mid), f.left), (f.right, z.left), (z.right, key.left), (null.right, (key.left[0], mid - .3)), ((10.5, mid), out.left), (out.right, head.left), (head.right, (12.95, mid))): _arrow(ax, a, b)
+    f, key, total = (
+        _Box(ax, 0.95, mid, 1.0, 1.1, "$f_\\psi$", "#e6eef7"),
+        _Box(ax, 3.6, mid, 0.75, 1.1, "$W^K$"),
+        (10.2, mid),
+    )
+    z, null = (
+        _Box(ax, 2.35, mid, 0.75, 0.6, "$z$"),
+        _Box(ax, 2.35, mid - 0.85, 0.75, 0.6, "$\\emptyset$", "#efefea", ls="--"),
+    )
+    out, head = _Box(ax, 11.1, mid, 0.6, 0.6, "$\\tilde z$"), _Box(ax, 12.2, mid, 0.8, 1.1, "$\\phi$", "#e6eef7")
+    ax.add_patch(Circle(total, 0.3, fc="white", ec=INK))
+    ax.text(*total, "$\\Sigma$", ha="center", va="center")
+    for a, b in (
+        ((0.05, mid), f.left),
+        (f.right, z.left),
+        (z.right, key.left),
+        (null.right, (key.left[0], mid - 0.3)),
+        ((10.5, mid), out.left),
+        (out.right, head.left),
+        (head.right, (12.95, mid)),
+    ):
+        _arrow(ax, a, b)
     return z, key, total
 
 # %% ../nbs/17_drawings.ipynb #4ee4dc09
-_HEADS = {.95: "features", 2.35: "input, null", 3.6: "key", 5.: "query", 6.75: "weight $w_m$", 8.55: "mechanism", 10.6: "weighted sum", 12.2: "classifier"}
+_HEADS = {
+    0.95: "features",
+    2.35: "input, null",
+    3.6: "key",
+    5.0: "query",
+    6.75: "weight $w_m$",
+    8.55: "mechanism",
+    10.6: "weighted sum",
+    12.2: "classifier",
+}
+
 
 @styled
 def draw_aim(
-    weights=(.22, .81, .35, .12, .67, .3), # attention of each mechanism, 0 to 1
-    K=2,                                   # how many are active
+    weights=(0.22, 0.81, 0.35, 0.12, 0.67, 0.3),  # attention of each mechanism, 0 to 1
+    K=2,  # how many are active
 ):
     "AIM between feature extractor and classifier: keys, queries, the K active of M mechanisms, weighted sum (fig:AIM)."
-    M = len(weights); H, mid = .72*M + 1.5, .72*(M + 1)/2 + .2
-    if not 1 <= K <= M: raise AimError(f"K={K} mechanisms cannot be active out of {M}; choose 1 to {M}.")
-    fig, ax = _canvas(13, H, .72); active = np.argsort(-np.asarray(weights))[:K]
+    M = len(weights)
+    H, mid = 0.72 * M + 1.5, 0.72 * (M + 1) / 2 + 0.2
+    if not 1 <= K <= M:
+        raise AimError(f"K={K} mechanisms cannot be active out of {M}; choose 1 to {M}.")
+    fig, ax = _canvas(13, H, 0.72)
+    active = np.argsort(-np.asarray(weights))[:K]
     z, key, total = _ends(ax, mid)
-    rows = {m: _mechanism(ax, m + 1, .72*(M - m) + .2, weights[m], m in active) for m in range(M)}
-    for m, (query, _) in rows.items(): _arrow(ax, key.right, query.left, INK if m in active else FAINT, .9)
+    rows = {m: _mechanism(ax, m + 1, 0.72 * (M - m) + 0.2, weights[m], m in active) for m in range(M)}
+    for m, (query, _) in rows.items():
+        _arrow(ax, key.right, query.left, INK if m in active else FAINT, 0.9)
     _around(ax, z, [rows[m][1] for m in active], M)
-    for m in active: _backward(ax, rows[m][1], total)
-    for x, text in _HEADS.items(): ax.text(x, H - .4, text, ha="center", size=8)
-    ax.text(7.9, .15, f"green: the K = {K} active of M = {M};  blue, dashed: only these are updated", ha="center", size=8)
+    for m in active:
+        _backward(ax, rows[m][1], total)
+    for x, text in _HEADS.items():
+        ax.text(x, H - 0.4, text, ha="center", size=8)
+    ax.text(
+        7.9, 0.15, f"green: the K = {K} active of M = {M};  blue, dashed: only these are updated", ha="center", size=8
+    )
     return fig
 
 # %% ../nbs/17_drawings.ipynb #c6f57099
 _TINTS = {FAST: "#F8DDD8", SLOW: "#DCE8F5", FROZEN: "#DDF1E4"}
 
+
 def _row(ax, y, title, parts):
     "A chain of boxes from x to y: parts = (x, width, text, edge, face)."
-    ax.text(.15, y + 1.0, title, size=10, weight="bold", va="center")
-    boxes = [_Box(ax, x, y, w, .9, t, face or _TINTS[edge], edge, 10, 2) for x, w, t, edge, face in parts]
-    for a, b in zip(boxes, boxes[1:]): _arrow(ax, a.right, b.left)
-    _arrow(ax, boxes[-1].right, (9.35, y)); ax.text(9.5, y, "$y$", va="center", size=11)
+    ax.text(0.15, y + 1.0, title, size=10, weight="bold", va="center")
+    boxes = [_Box(ax, x, y, w, 0.9, t, face or _TINTS[edge], edge, 10, 2) for x, w, t, edge, face in parts]
+    for a, b in zip(boxes, boxes[1:]):
+        _arrow(ax, a.right, b.left)
+    _arrow(ax, boxes[-1].right, (9.35, y))
+    ax.text(9.5, y, "$y$", va="center", size=11)
     return boxes
+
 
 @styled
 def draw_applying_aims():
     "AIM in SIB, OML and ANML with fast, slow and frozen parts (fig:applying_aims)."
-    fig, ax = _canvas(10, 9.8, .6)
+    fig, ax = _canvas(10, 9.8, 0.6)
     aim, phi = (5.6, 1.3, "AIM", FAST, AIM_FACE), (7.9, 1.3, "$\\phi$", FAST, "")
     sib = _row(ax, 8.3, "SIB + AIM, few-shot", [(2.4, 1.5, "$f_\\psi$", FROZEN, ""), aim, phi])
-    gen = _Box(ax, 5.6, 6.9, 1.3, .8, "$G_\\theta$", _TINTS[SLOW], SLOW, 10, 2); syn = _Box(ax, 7.9, 6.9, 1.3, .8, "$\\mathcal{S}$", _TINTS[SLOW], SLOW, 10, 2)
-    _arrow(ax, sib[1].bottom, gen.top); _arrow(ax, gen.right, syn.left); _arrow(ax, syn.top, sib[2].bottom)
+    gen = _Box(ax, 5.6, 6.9, 1.3, 0.8, "$G_\\theta$", _TINTS[SLOW], SLOW, 10, 2)
+    syn = _Box(ax, 7.9, 6.9, 1.3, 0.8, "$\\mathcal{S}$", _TINTS[SLOW], SLOW, 10, 2)
+    _arrow(ax, sib[1].bottom, gen.top)
+    _arrow(ax, gen.right, syn.left)
+    _arrow(ax, syn.top, sib[2].bottom)
     oml = _row(ax, 4.9, "OML + AIM, continual", [(2.4, 1.5, "$f_\\psi$", SLOW, ""), aim, phi])
-    anml = _row(ax, 2.6, "ANML + AIM, continual", [(2.4, 1.5, "$f_\\psi^{\\,P}$", FAST, ""), (4.2, .5, "$\\odot$", INK, "white"), aim, phi])
-    nm = _Box(ax, 2.4, 1.35, 1.5, .9, "$f_\\psi^{\\,NM}$", _TINTS[SLOW], SLOW, 10, 2); _arrow(ax, nm.right, anml[1].bottom, bend=.25)
-    for y, box in ((8.3, sib[0]), (4.9, oml[0]), (2.6, anml[0]), (1.35, nm)): ax.text(.5, y, "$x$", va="center", ha="center", size=11); _arrow(ax, (.7, y), box.left)
+    anml = _row(
+        ax,
+        2.6,
+        "ANML + AIM, continual",
+        [(2.4, 1.5, "$f_\\psi^{\\,P}$", FAST, ""), (4.2, 0.5, "$\\odot$", INK, "white"), aim, phi],
+    )
+    nm = _Box(ax, 2.4, 1.35, 1.5, 0.9, "$f_\\psi^{\\,NM}$", _TINTS[SLOW], SLOW, 10, 2)
+    _arrow(ax, nm.right, anml[1].bottom, bend=0.25)
+    for y, box in ((8.3, sib[0]), (4.9, oml[0]), (2.6, anml[0]), (1.35, nm)):
+        ax.text(0.5, y, "$x$", va="center", ha="center", size=11)
+        _arrow(ax, (0.7, y), box.left)
     for x, edge, text in ((1.2, FAST, "fast: inner loop"), (4.3, SLOW, "slow: outer loop"), (7.4, FROZEN, "frozen")):
-        _Box(ax, x, .35, .5, .35, "", _TINTS[edge], edge, lw=2); ax.text(x + .4, .35, text, va="center", size=9)
+        _Box(ax, x, 0.35, 0.5, 0.35, "", _TINTS[edge], edge, lw=2)
+        ax.text(x + 0.4, 0.35, text, va="center", size=9)
     return fig

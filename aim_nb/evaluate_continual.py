@@ -28,26 +28,35 @@ __all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'R
            'metatest', 'summary', 'validate_continual', 'mechanism_use']
 
 # %% ../nbs/15_evaluate_continual.ipynb #1c615e3e
-RELEASE_BANNER = ("!! protocol=release on omniglot: the classes were meta-trained on, and the images asked about are the images learnt from. "
-                  "These accuracies measure memory, not learning; they are not comparable with held-out ones.")
+RELEASE_BANNER = (
+    "!! protocol=release on omniglot: the classes were meta-trained on, and the images asked about are the images learnt from. "
+    "These accuracies measure memory, not learning; they are not comparable with held-out ones."
+)
 
-RATE_BANNER = ("!! The learning rate of this meta-test is chosen on the TEST images, as in the release. "
-               "These accuracies are too good; they are not comparable with those of rates chosen without test images.")
+RATE_BANNER = (
+    "!! The learning rate of this meta-test is chosen on the TEST images, as in the release. "
+    "These accuracies are too good; they are not comparable with those of rates chosen without test images."
+)
 
-def rate_on_test_images(protocol): return "release" in (protocol.metatest_rate, protocol.protocol)
+
+def rate_on_test_images(protocol):
+    return "release" in (protocol.metatest_rate, protocol.protocol)
+
 
 def same_images(protocol, dataset) -> bool:
     "Whether a protocol, by its name, asks about the images learnt from: the release's, on Omniglot alone."
     return protocol == "release" and dataset == "omniglot"
 
+
 def banners(protocol, dataset) -> list:
     "What has to be said aloud about a meta-test."
-    return [RELEASE_BANNER]*same_images(protocol.protocol, dataset) + [RATE_BANNER]*rate_on_test_images(protocol)
+    return [RELEASE_BANNER] * same_images(protocol.protocol, dataset) + [RATE_BANNER] * rate_on_test_images(protocol)
+
 
 def metatest_rows(
     bank,
-    protocol="heldout", # heldout | release (differs on omniglot alone)
-    split="test",       # test | val
+    protocol="heldout",  # heldout | release (differs on omniglot alone)
+    split="test",  # test | val
 ) -> tuple:
     "Class rows to learn from and to be asked about."
     if same_images(protocol, bank.name) and split == "test":
@@ -58,78 +67,103 @@ def metatest_rows(
 # %% ../nbs/15_evaluate_continual.ipynb #f71c16ab
 class Frozen(NamedTuple):
     "Vectors of some images of a bank."
+
     vectors: torch.Tensor
-    at: np.ndarray           # row of the bank -> row of `vectors`
-    def take(self, rows): return self.vectors[torch.as_tensor(self.at[np.asarray(rows)])]
-    def lacks(self, rows): return (rows >= len(self.at)) | (self.at[np.minimum(rows, len(self.at) - 1)] < 0)
+    at: np.ndarray  # row of the bank -> row of `vectors`
+
+    def take(self, rows):
+        return self.vectors[torch.as_tensor(self.at[np.asarray(rows)])]
+
+    def lacks(self, rows):
+        return (rows >= len(self.at)) | (self.at[np.minimum(rows, len(self.at) - 1)] < 0)
 
     def join(self, other):
         "The images of both."
         at = np.full(max(len(self.at), len(other.at)), -1)
-        at[:len(self.at)] = self.at
+        at[: len(self.at)] = self.at
         new = other.at >= 0
-        at[:len(other.at)][new] = other.at[new] + len(self.vectors)
+        at[: len(other.at)][new] = other.at[new] + len(self.vectors)
         return Frozen(torch.cat([self.vectors, other.vectors]), at)
+
 
 @torch.no_grad()
 def frozen(
-    fn,         # images (normalised) -> anything with a row for each
-    bank, rows, # which images
-    norm,       # (mean, std) of the inputs
+    fn,  # images (normalised) -> anything with a row for each
+    bank,
+    rows,  # which images
+    norm,  # (mean, std) of the inputs
     batch=256,
     device="cpu",
 ) -> Frozen:
     "`fn` of each image in `rows`."
     rows = np.unique(np.concatenate([np.asarray(r).ravel() for r in rows]))
     crop = policy(bank.name, "continual")
-    out = [fn(eval_view(bank.images[rows[i:i + batch]], norm, crop).to(device)).cpu() for i in range(0, len(rows), batch)]
-    at = np.full(rows[-1] + 1, -1); at[rows] = np.arange(len(rows))
+    out = [
+        fn(eval_view(bank.images[rows[i : i + batch]], norm, crop).to(device)).cpu() for i in range(0, len(rows), batch)
+    ]
+    at = np.full(rows[-1] + 1, -1)
+    at[rows] = np.arange(len(rows))
     return Frozen(torch.cat(out), at)
 
 # %% ../nbs/15_evaluate_continual.ipynb #717d2dea
 class Outcome(NamedTuple):
     "What a trajectory ended with."
-    train: list    # accuracy in % on the images learnt from, for each of `ns`
-    test: list     # accuracy in % on held-out images
-    by_age: list   # test accuracy of each class at the end, in the order they were learnt
+
+    train: list  # accuracy in % on the images learnt from, for each of `ns`
+    test: list  # accuracy in % on held-out images
+    by_age: list  # test accuracy of each class at the end, in the order they were learnt
+
 
 def fresh_head(
-    d, n_out,
+    d,
+    n_out,
     key,  # what the draw depends on
 ):
     "An output layer as it is before anything is learnt: Kaiming-normal weights (n_out, d)."
-    return torch.empty(n_out, d).normal_(0, math.sqrt(2/d), generator=torch_rng(*key, "fc"))
+    return torch.empty(n_out, d).normal_(0, math.sqrt(2 / d), generator=torch_rng(*key, "fc"))
+
 
 def class_hits(
     logits,  # rows -> (rows, n_out)
-    rows,    # (classes, images)
+    rows,  # (classes, images)
     labels,  # (classes,)
 ):
     "The accuracy (%) of each class."
     hit = logits(rows.ravel()).argmax(-1).cpu().view(rows.shape) == torch.as_tensor(labels)[:, None]
-    return 100*hit.double().mean(1).numpy()
+    return 100 * hit.double().mean(1).numpy()
 
 # %% ../nbs/15_evaluate_continual.ipynb #70f7d78e
 class Looks:
     "Looks at one trajectory after some numbers of classes."
-    def __init__(self, tr, ns): self.tr, self.ns, self.train, self.test, self.ages = tr, list(ns), {}, {}, None
+
+    def __init__(self, tr, ns):
+        self.tr, self.ns, self.train, self.test, self.ages = tr, list(ns), {}, {}, None
 
     @torch.no_grad()
-    def look(self,
-        n,       # classes learnt so far
-        logits): # rows -> logits as they are now
+    def look(
+        self,
+        n,  # classes learnt so far
+        logits,
+    ):  # rows -> logits as they are now
         "Take the accuracies if this is a point to look at."
-        if n not in self.ns: return
+        if n not in self.ns:
+            return
         c = self.tr.classes[:n]
         self.train[n] = class_hits(logits, self.tr.train[:n], c).mean()
         self.ages = class_hits(logits, self.tr.test[:n], c)
         self.test[n] = self.ages.mean()
 
-    def outcome(self): return Outcome([float(self.train[n]) for n in self.ns], [float(self.test[n]) for n in self.ns], [float(a) for a in self.ages])
+    def outcome(self):
+        return Outcome(
+            [float(self.train[n]) for n in self.ns],
+            [float(self.test[n]) for n in self.ns],
+            [float(a) for a in self.ages],
+        )
 
 # %% ../nbs/15_evaluate_continual.ipynb #48c2abec
 class Heads:
     "Output layers of several trajectories and their Adam, one parameter group for each rate."
+
     def __init__(self, d, n_out, rates, keys, device="cpu"):
         self.W = torch.stack([fresh_head(d, n_out, k) for k in keys]).to(device)
         self.b = torch.zeros(len(keys), n_out, device=device)
@@ -144,79 +178,97 @@ class Heads:
         return dict(params=params, lr=lr)
 
     @torch.no_grad()
-    def step(self, x, y):   # (G, d) one image of each trajectory, (G,) its label
+    def step(self, x, y):  # (G, d) one image of each trajectory, (G,) its label
         "One Adam step on the cross entropy of each."
         logits = torch.baddbmm(self.b[:, :, None], self.W, x[:, :, None]).squeeze(-1)
-        torch.softmax(logits, -1, out=self.gb).scatter_add_(1, y[:, None], self.minus)       # dL/dlogits = p - onehot(y)
+        torch.softmax(logits, -1, out=self.gb).scatter_add_(1, y[:, None], self.minus)  # dL/dlogits = p - onehot(y)
         torch.mul(self.gb[:, :, None], x[:, None, :], out=self.gW)
         self.opt.step()
 
 # %% ../nbs/15_evaluate_continual.ipynb #cf45652f
 def run_heads(
-    o:Frozen,       # inputs of the output layer
-    trajectories,   # list of Trajectory
-    rates,          # learning rate of each
-    ns,             # after how many classes to look
-    n_out,          # outputs
-    keys,           # of each trajectory's fresh head
-    desc="meta-test", device="cpu",
+    o: Frozen,  # inputs of the output layer
+    trajectories,  # list of Trajectory
+    rates,  # learning rate of each
+    ns,  # after how many classes to look
+    n_out,  # outputs
+    keys,  # of each trajectory's fresh head
+    desc="meta-test",
+    device="cpu",
 ) -> list:
     "Adam on the output layer alone, all trajectories in lock step: an Outcome for each."
     n, T = max(ns), trajectories[0].train.shape[1]
     heads = Heads(o.vectors.shape[1], n_out, rates, keys, device)
-    rows = torch.as_tensor(np.stack([o.at[t.train[:n].ravel()] for t in trajectories], 1))          # (n*T, G)
+    rows = torch.as_tensor(np.stack([o.at[t.train[:n].ravel()] for t in trajectories], 1))  # (n*T, G)
     labels = torch.as_tensor(np.stack([np.repeat(t.classes[:n], T) for t in trajectories], 1)).to(device)
     looks = [Looks(t, ns) for t in trajectories]
     for c in progress(range(n), desc=desc, leave=False, delay=3):
-        for t in range(c*T, (c + 1)*T): heads.step(o.vectors[rows[t]].to(device), labels[t])
-        for g, look in enumerate(looks): look.look(c + 1, lambda r: o.take(r).to(device) @ heads.W[g].T + heads.b[g])
+        for t in range(c * T, (c + 1) * T):
+            heads.step(o.vectors[rows[t]].to(device), labels[t])
+        for g, look in enumerate(looks):
+            look.look(c + 1, lambda r: o.take(r).to(device) @ heads.W[g].T + heads.b[g])
     return [look.outcome() for look in looks]
 
 # %% ../nbs/15_evaluate_continual.ipynb #23b1935c
-BETA1, BETA2, EPS = .9, .999, 1e-8
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+
 
 def idle_measure(
-    t, # step of the last gradient
-    s, # idle steps since
+    t,  # step of the last gradient
+    s,  # idle steps since
 ) -> tuple:
     "Places c_j and weights u_j of the sum over idle steps; what b1^j makes smaller than rounding is left out."
     j = np.arange(1, min(s, 400) + 1)
-    c = np.sqrt(1 - BETA2**(t + j))/BETA2**(j/2)
-    return c, BETA1**j*c/(1 - BETA1**(t + j))
+    c = np.sqrt(1 - BETA2 ** (t + j)) / BETA2 ** (j / 2)
+    return c, BETA1**j * c / (1 - BETA1 ** (t + j))
+
 
 @functools.lru_cache(200_000)
 def gauss_rule(t, s, nodes=3) -> tuple:
     "Places and weights of the Gauss rule of that measure, by three steps of Lanczos."
     c, u = idle_measure(t, s)
-    if len(c) <= nodes: return tuple(c), tuple(u)
-    Q, T, q = [], np.zeros((nodes, nodes)), np.sqrt(u/u.sum())
+    if len(c) <= nodes:
+        return tuple(c), tuple(u)
+    Q, T, q = [], np.zeros((nodes, nodes)), np.sqrt(u / u.sum())
     for i in range(nodes):
-        Q.append(q); w = c*q
+        Q.append(q)
+        w = c * q
         T[i, i] = w @ q
-        w = w - sum((w @ p)*p for p in Q)
-        if i + 1 < nodes: T[i, i + 1] = T[i + 1, i] = norm = np.linalg.norm(w); q = w/max(norm, 1e-300)
+        w = w - sum((w @ p) * p for p in Q)
+        if i + 1 < nodes:
+            T[i, i + 1] = T[i + 1, i] = norm = np.linalg.norm(w)
+            q = w / max(norm, 1e-300)
     x, V = np.linalg.eigh(T)
-    return tuple(x), tuple(u.sum()*V[0]**2)
+    return tuple(x), tuple(u.sum() * V[0] ** 2)
 
 # %% ../nbs/15_evaluate_continual.ipynb #e408b7e1
 def catch_up_(
-    p, m, v, # weights and Adam's two moments, moved in place
-    t, s,    # last gradient at step t, idle for s steps since
-    lr):
+    p,
+    m,
+    v,  # weights and Adam's two moments, moved in place
+    t,
+    s,  # last gradient at step t, idle for s steps since
+    lr,
+):
     "What `s` Adam steps with a zero gradient do, some 65,000 weights at a time (they stay in the cache)."
-    if not s: return
-    rows = max(1, 2**16//p[0].numel())
+    if not s:
+        return
+    rows = max(1, 2**16 // p[0].numel())
     root, rule = torch.empty_like(v[:rows]), [*zip(*gauss_rule(t, s))]
     tmp = torch.empty_like(root)
     for p, m, v in zip(p.split(rows), m.split(rows), v.split(rows)):
-        r = torch.sqrt(v, out=root[:len(v)])
-        for x, w in rule: p.addcdiv_(m, torch.add(r, EPS*x, out=tmp[:len(v)]), value=-lr*w)
-        m.mul_(BETA1**s); v.mul_(BETA2**s)
+        r = torch.sqrt(v, out=root[: len(v)])
+        for x, w in rule:
+            p.addcdiv_(m, torch.add(r, EPS * x, out=tmp[: len(v)]), value=-lr * w)
+        m.mul_(BETA1**s)
+        v.mul_(BETA2**s)
 
 # %% ../nbs/15_evaluate_continual.ipynb #33ddd009
 class Moving:
     "Tensors under fused Adam: their gradient buffers and moments."
-    def __init__(self, lr): self.lr, self.p, self.g, self.m, self.v, self.t = lr, {}, {}, {}, {}, {}
+
+    def __init__(self, lr):
+        self.lr, self.p, self.g, self.m, self.v, self.t = lr, {}, {}, {}, {}, {}
 
     def add(self, name, tensor, step=0, buffer=None):
         "Take in a tensor (copied) whose Adam has seen `step` steps."
@@ -228,15 +280,28 @@ class Moving:
     def step(self, names):
         "One Adam step of `names`, given their gradients in `g`."
         lists = [[d[n] for n in names] for d in (self.p, self.g, self.m, self.v)]
-        adam_(*lists, [], [self.t[n] for n in names], fused=True, amsgrad=False, beta1=BETA1, beta2=BETA2, lr=self.lr,
-                              weight_decay=0., eps=EPS, maximize=False)
+        adam_(
+            *lists,
+            [],
+            [self.t[n] for n in names],
+            fused=True,
+            amsgrad=False,
+            beta1=BETA1,
+            beta2=BETA2,
+            lr=self.lr,
+            weight_decay=0.0,
+            eps=EPS,
+            maximize=False,
+        )
 
 # %% ../nbs/15_evaluate_continual.ipynb #26f68157
 class AdamLinear:
     "A dense linear map y = W x (+ b) of one vector."
+
     def __init__(self, moving, name, weight, bias=None):
-        self.moving, self.names = moving, [f"{name}.weight"] + [f"{name}.bias"]*(bias is not None)
-        for n, t in zip(self.names, (weight, bias)): moving.add(n, t)
+        self.moving, self.names = moving, [f"{name}.weight"] + [f"{name}.bias"] * (bias is not None)
+        for n, t in zip(self.names, (weight, bias)):
+            moving.add(n, t)
         self.W, self.b = (moving.p.get(f"{name}.{k}") for k in ("weight", "bias"))
 
     def __call__(self, x):
@@ -246,27 +311,34 @@ class AdamLinear:
     def back(self, g, need=True):
         "Fill the gradients for g = dL/dy; return dL/dx."
         torch.outer(g, self.x, out=self.moving.g[self.names[0]])
-        if self.b is not None: self.moving.g[self.names[1]].copy_(g)
+        if self.b is not None:
+            self.moving.g[self.names[1]].copy_(g)
         return g @ self.W if need else None
 
 # %% ../nbs/15_evaluate_continual.ipynb #26d2b48c
 class OwnMechanisms:
     "AIM of one trajectory: mechanisms copied when first used, brought up to date when next used."
+
     def __init__(self, moving, aim, adam="exact"):
         self.aim, self.moving, self.lazy = aim, moving, adam == "lazy"
         self.dense = [n for n in ("h", "W_Q", "W_K", "b_K") if getattr(aim, n) is not None]
-        for n in self.dense: setattr(self, n, moving.add(f"aim.{n}", getattr(aim, n)))
+        for n in self.dense:
+            setattr(self, n, moving.add(f"aim.{n}", getattr(aim, n)))
         self.own, self.last, self.t, self.before = {}, {}, 0, []
         self.buffers = aim.W_M.new_empty(aim.K, aim.d_in, aim.d_out)
 
     def mechanism(self, m, now):
         "W_m as it is at step `now`."
         if m not in self.own:
-            self.own[m], self.last[m] = self.moving.add(f"W_M.{m}", self.aim.W_M[m], 0 if self.lazy else now, buffer=self.buffers[0]), now
+            self.own[m], self.last[m] = (
+                self.moving.add(f"W_M.{m}", self.aim.W_M[m], 0 if self.lazy else now, buffer=self.buffers[0]),
+                now,
+            )
         if not self.lazy and self.last[m] < now:
             n = f"W_M.{m}"
             catch_up_(self.own[m], self.moving.m[n], self.moving.v[n], self.last[m], now - self.last[m], self.moving.lr)
-            self.moving.t[n].fill_(now); self.last[m] = now
+            self.moving.t[n].fill_(now)
+            self.last[m] = now
         return self.own[m]
 
     def score(self, z):
@@ -287,27 +359,33 @@ class OwnMechanisms:
 # %% ../nbs/15_evaluate_continual.ipynb #02975345
 class AdamAIM(OwnMechanisms):
     "AIM of one trajectory under Adam."
+
     def back(self, g):
         "Fill the gradients of what was used, for g = dL/dout; return dL/dz."
-        if self.norm is not None: g = unit_grad(g, self.out, self.norm)
+        if self.norm is not None:
+            g = unit_grad(g, self.out, self.norm)
         grad, aim = self.moving.g, self.aim
-        ds = self.Y @ g/math.sqrt(aim.d_k)
-        if aim.gate == "sigmoid": ds = ds*self.a*(1 - self.a)
+        ds = self.Y @ g / math.sqrt(aim.d_k)
+        if aim.gate == "sigmoid":
+            ds = ds * self.a * (1 - self.a)
         dk, dq = ds @ self.q[self.idx], torch.outer(ds, self.k)
         self.fill_queries(dq)
         torch.outer(self.z, dk, out=grad["aim.W_K"])
-        if aim.b_K is not None: grad["aim.b_K"].copy_(dk)
+        if aim.b_K is not None:
+            grad["aim.b_K"].copy_(dk)
         for buffer, m, a in zip(self.buffers, self.active, self.a):
-            torch.outer(self.z*a, g, out=buffer); grad[f"W_M.{m}"] = buffer
+            torch.outer(self.z * a, g, out=buffer)
+            grad[f"W_M.{m}"] = buffer
         return torch.stack([self.own[m] @ g for m in self.active]).mT @ self.a + self.W_K @ dk
 
     def fill_queries(self, dq):
         "The gradients of h and W_Q: rows of the mechanisms in use, zero elsewhere."
         for n in ("h", "W_Q"):
             g = self.moving.g[f"aim.{n}"]
-            if len(self.before): g[self.before] = 0.
+            if len(self.before):
+                g[self.before] = 0.0
         self.moving.g["aim.h"][self.idx] = torch.bmm(self.W_Q[self.idx], dq[:, :, None])[:, :, 0]
-        self.moving.g["aim.W_Q"][self.idx] = self.h[self.idx][:, :, None]*dq[:, None]
+        self.moving.g["aim.W_Q"][self.idx] = self.h[self.idx][:, :, None] * dq[:, None]
         self.before = self.idx
 
     def moved(self):
@@ -316,12 +394,14 @@ class AdamAIM(OwnMechanisms):
         self.last.update(dict.fromkeys(self.active, self.t))
 
     @property
-    def names(self): return [f"aim.{n}" for n in self.dense] + [f"W_M.{m}" for m in self.active]
+    def names(self):
+        return [f"aim.{n}" for n in self.dense] + [f"W_M.{m}" for m in self.active]
 
     def batch(self, z):
         "Outputs for many rows, every mechanism brought up to date."
         W = self.aim.W_M.detach().clone()
-        for m in list(self.own): W[m] = self.mechanism(m, self.t)
+        for m in list(self.own):
+            W[m] = self.mechanism(m, self.t)
         a = self.score(z)
         y = mix(z, W, a, self.aim.choose(a))
         return unit(y)[0] if self.aim.gate == "raw" else y
@@ -329,16 +409,21 @@ class AdamAIM(OwnMechanisms):
 # %% ../nbs/15_evaluate_continual.ipynb #92e9bbc7
 class AdamTail:
     "A tail with a fresh output layer, all of it under Adam, one image a step."
-    def __init__(self,
-        tail,           # not changed
+
+    def __init__(
+        self,
+        tail,  # not changed
         lr,
-        head,           # first weights of the output layer (n_out, d)
-        adam="exact"):  # or lazy: idle mechanisms stand still
+        head,  # first weights of the output layer (n_out, d)
+        adam="exact",
+    ):  # or lazy: idle mechanisms stand still
         self.moving, self.tail = Moving(lr), tail
         self.reduce = tail.reduce and AdamLinear(self.moving, "reduce", tail.reduce.weight, tail.reduce.bias)
         self.layer = None
-        if isinstance(tail.layer, AIM): self.layer = AdamAIM(self.moving, tail.layer, check_choice("adam", adam, ("exact", "lazy")))
-        elif isinstance(tail.layer, LinearTwin): self.layer = AdamLinear(self.moving, "layer", tail.layer.W.t())
+        if isinstance(tail.layer, AIM):
+            self.layer = AdamAIM(self.moving, tail.layer, check_choice("adam", adam, ("exact", "lazy")))
+        elif isinstance(tail.layer, LinearTwin):
+            self.layer = AdamLinear(self.moving, "layer", tail.layer.W.t())
         self.fc = AdamLinear(self.moving, "fc", head, torch.zeros_like(head[:, 0]))
         self.parts = [p for p in (self.reduce, self.layer, self.fc) if p]
 
@@ -347,7 +432,9 @@ class AdamTail:
         "Logits of one feature vector."
         if self.reduce:
             f = self.reduce(f)
-            if self.tail.relu: self.on = f > 0; f = f*self.on
+            if self.tail.relu:
+                self.on = f > 0
+                f = f * self.on
         return self.fc(self.layer(f) if self.layer else f)
 
     @torch.no_grad()
@@ -355,56 +442,83 @@ class AdamTail:
         "One Adam step for g = dL/dlogits; returns dL/df if that is needed."
         last = self.reduce or self.layer or self.fc
         g = self.fc.back(g, need or last is not self.fc)
-        if self.layer: g = self.layer.back(g) if isinstance(self.layer, AdamAIM) else self.layer.back(g, need or last is not self.layer)
-        if self.reduce: g = self.reduce.back(g*self.on if self.tail.relu else g, need)
+        if self.layer:
+            g = (
+                self.layer.back(g)
+                if isinstance(self.layer, AdamAIM)
+                else self.layer.back(g, need or last is not self.layer)
+            )
+        if self.reduce:
+            g = self.reduce.back(g * self.on if self.tail.relu else g, need)
         self.moving.step([n for p in self.parts for n in p.names])
-        if isinstance(self.layer, AdamAIM): self.layer.moved()
+        if isinstance(self.layer, AdamAIM):
+            self.layer.moved()
         return g
 
     @torch.no_grad()
     def batch(self, f):
         "Logits of many feature vectors, nothing moved."
-        if self.reduce: f = F.linear(f, self.reduce.W, self.reduce.b); f = f.relu() if self.tail.relu else f
-        if isinstance(self.layer, AdamAIM): f = self.layer.batch(f)
-        elif self.layer: f = F.linear(f, self.layer.W)
+        if self.reduce:
+            f = F.linear(f, self.reduce.W, self.reduce.b)
+            f = f.relu() if self.tail.relu else f
+        if isinstance(self.layer, AdamAIM):
+            f = self.layer.batch(f)
+        elif self.layer:
+            f = F.linear(f, self.layer.W)
         return F.linear(f, self.fc.W, self.fc.b)
 
 # %% ../nbs/15_evaluate_continual.ipynb #3067f987
 def metatest_reference(
-    net,                # OML or ANML
-    images,             # rows -> normalised images
-    tr:Trajectory, lr,
-    ns,                 # after how many classes to look
-    key,                # of the fresh output layer
-    update="head",      # head | fast
-    fast_set="paper",   # ANML: paper | release
+    net,  # OML or ANML
+    images,  # rows -> normalised images
+    tr: Trajectory,
+    lr,
+    ns,  # after how many classes to look
+    key,  # of the fresh output layer
+    update="head",  # head | fast
+    fast_set="paper",  # ANML: paper | release
 ) -> tuple:
     "One trajectory by the book: (Outcome, the network at its end)."
     net, look = copy.deepcopy(net).eval(), Looks(tr, ns)
     fc = net.tail.fc
-    with torch.no_grad(): fc.weight.copy_(fresh_head(fc.in_features, fc.out_features, key)); fc.bias.zero_()
+    with torch.no_grad():
+        fc.weight.copy_(fresh_head(fc.in_features, fc.out_features, key))
+        fc.bias.zero_()
     names = ("tail.fc",) if update == "head" else net.fast_names(fast_set)
     opt = torch.optim.Adam([p for n, p in net.named_parameters() if n.startswith(names)], lr=lr)
     for i, (c, rows) in enumerate(zip(tr.classes, tr.train)):
         for r in rows:
-            for p in net.parameters(): p.grad = torch.zeros_like(p)
-            F.cross_entropy(net(images([r])), torch.tensor([int(c)])).backward(); opt.step()
+            for p in net.parameters():
+                p.grad = torch.zeros_like(p)
+            F.cross_entropy(net(images([r])), torch.tensor([int(c)])).backward()
+            opt.step()
         look.look(i + 1, lambda r: net(images(r)))
     return look.outcome(), net
 
 # %% ../nbs/15_evaluate_continual.ipynb #e5fe5737
 def run_tails(
-    tail, o:Frozen,     # inputs of the tail
-    trajectories, rates, ns, keys,
-    adam="exact", desc="meta-test", device="cpu", keep=False,
+    tail,
+    o: Frozen,  # inputs of the tail
+    trajectories,
+    rates,
+    ns,
+    keys,
+    adam="exact",
+    desc="meta-test",
+    device="cpu",
+    keep=False,
 ) -> list:
     "Adam on the whole tail, one trajectory after the other (each owns up to three times the tail's weights): an Outcome for each."
     out, fc = [], tail.fc
     for tr, lr, key in zip(trajectories, rates, keys):
-        own, look = AdamTail(tail, lr, fresh_head(fc.in_features, fc.out_features, key).to(fc.weight), adam), Looks(tr, ns)
+        own, look = (
+            AdamTail(tail, lr, fresh_head(fc.in_features, fc.out_features, key).to(fc.weight), adam),
+            Looks(tr, ns),
+        )
         for i in progress(range(max(ns)), desc=desc, leave=False, delay=3):
             for f in o.take(tr.train[i]).to(device):
-                g = own(f).softmax(-1); g[int(tr.classes[i])] -= 1
+                g = own(f).softmax(-1)
+                g[int(tr.classes[i])] -= 1
                 own.step(g)
             look.look(i + 1, lambda r: own.batch(o.take(r).to(device)))
         out.append((look.outcome(), own) if keep else look.outcome())
@@ -413,29 +527,55 @@ def run_tails(
 # %% ../nbs/15_evaluate_continual.ipynb #61872a12
 class AdamP:
     "ANML's P under Adam, one image a step; NM's gate is given."
+
     def __init__(self, p, fast_set, lr):
         self.fast = (FastP if fast_set == "paper" else FastLastNorm)(p, lr)
         self.opt = torch.optim.Adam(self.fast.fast.values(), lr=lr, fused=True)
 
-    def __call__(self, x): return self.fast(x if isinstance(self.fast, FastP) else self.fast.below(x).detach())
+    def __call__(self, x):
+        return self.fast(x if isinstance(self.fast, FastP) else self.fast.below(x).detach())
 
     def step(self, g):
         "One Adam step for g = dL/dfeatures."
         weights = list(self.fast.fast.values())
-        for w, d in zip(weights, self.fast.grads(g)): w.grad = d
+        for w, d in zip(weights, self.fast.grads(g)):
+            w.grad = d
         self.opt.step()
 
-def run_anml(net, o:Frozen, images, trajectories, rates, ns, keys, fast_set="paper", adam="exact", desc="meta-test", device="cpu") -> list:
+
+def run_anml(
+    net,
+    o: Frozen,
+    images,
+    trajectories,
+    rates,
+    ns,
+    keys,
+    fast_set="paper",
+    adam="exact",
+    desc="meta-test",
+    device="cpu",
+) -> list:
     "Adam on P and the tail together, one trajectory after the other; `o` holds NM's gates, `images` gives normalised images of rows."
     out, fc = [], net.tail.fc
     for tr, lr, key in zip(trajectories, rates, keys):
-        p, tail, look = AdamP(net.p, fast_set, lr), AdamTail(net.tail, lr, fresh_head(fc.in_features, fc.out_features, key).to(fc.weight), adam), Looks(tr, ns)
-        logits = lambda r: torch.cat([tail.batch(p(images(b).to(device))*o.take(b).to(device)) for b in np.array_split(r, max(1, len(r)//256))])
+        p, tail, look = (
+            AdamP(net.p, fast_set, lr),
+            AdamTail(net.tail, lr, fresh_head(fc.in_features, fc.out_features, key).to(fc.weight), adam),
+            Looks(tr, ns),
+        )
+        logits = lambda r: torch.cat(
+            [
+                tail.batch(p(images(b).to(device)) * o.take(b).to(device))
+                for b in np.array_split(r, max(1, len(r) // 256))
+            ]
+        )
         for i in progress(range(max(ns)), desc=desc, leave=False, delay=3):
             for r in tr.train[i]:
                 gate = o.take([r]).to(device)
-                g = tail((p(images([r]).to(device))*gate)[0]).softmax(-1); g[int(tr.classes[i])] -= 1
-                p.step(tail.step(g, need=True)[None]*gate)
+                g = tail((p(images([r]).to(device)) * gate)[0]).softmax(-1)
+                g[int(tr.classes[i])] -= 1
+                p.step(tail.step(g, need=True)[None] * gate)
             look.look(i + 1, logits)
         out.append(look.outcome())
     return out
@@ -443,31 +583,40 @@ def run_anml(net, o:Frozen, images, trajectories, rates, ns, keys, fast_set="pap
 # %% ../nbs/15_evaluate_continual.ipynb #88f420a8
 RATES = (3e-3, 2e-3, 1e-3, 6e-4, 3e-4, 1e-4, 3e-5)
 RELEASE_RATES = (1e-3, 6e-4, 4e-4, 3.5e-4, 3e-4, 2.5e-4, 2e-4, 1.5e-4, 1e-4, 9e-5, 8e-5, 6e-5, 3e-5, 1e-5)
-POINTS = {"omniglot": (10, 50, 75, 100, 200, 300, 400, 500, 600), "glyphs": (10, 50, 75, 100, 200, 300, 400, 500, 600),
-          "cifar100": (2, 4, 6, 8, 10, 15, 20, 25, 30), "mini-imagenet": (2, 4, 6, 8, 10, 12, 15, 18, 20)}
+POINTS = {
+    "omniglot": (10, 50, 75, 100, 200, 300, 400, 500, 600),
+    "glyphs": (10, 50, 75, 100, 200, 300, 400, 500, 600),
+    "cifar100": (2, 4, 6, 8, 10, 15, 20, 25, 30),
+    "mini-imagenet": (2, 4, 6, 8, 10, 12, 15, 18, 20),
+}
+
 
 def points(
-    name,      # dataset
-    available, # classes there are
-    longest=0, # classes the budget allows (0: all)
+    name,  # dataset
+    available,  # classes there are
+    longest=0,  # classes the budget allows (0: all)
 ) -> tuple:
     "After how many classes to look: the paper's points, or eight even ones for other data."
     most = min(available, longest or available)
     own = tuple(n for n in POINTS.get(name, ()) if n <= most)
-    return own or tuple(int(n) for n in np.unique(np.linspace(max(2, most//8), most, 8).round()))
+    return own or tuple(int(n) for n in np.unique(np.linspace(max(2, most // 8), most, 8).round()))
+
 
 def pick_rates(n) -> tuple:
     "`n` of the seven rates, spread evenly about the middle ones; the release's fourteen and the two above them for 14."
-    if n >= 14: return (3e-3, 2e-3, *RELEASE_RATES)
-    if n < 3: return (1e-3, 3e-4)[:n]
+    if n >= 14:
+        return (3e-3, 2e-3, *RELEASE_RATES)
+    if n < 3:
+        return (1e-3, 3e-4)[:n]
     return tuple(RATES[i] for i in np.unique(np.linspace(0, len(RATES) - 2 + (n == 7), n).round().astype(int)))
 
 # %% ../nbs/15_evaluate_continual.ipynb #582c27ea
 def best_mean(
-    scores, # rate -> list of accuracies, one a trajectory
+    scores,  # rate -> list of accuracies, one a trajectory
 ):
     "The rate with the best mean accuracy; the first of equals."
     return max(scores, key=lambda r: statistics.mean(scores[r]))
+
 
 def best_mode(scores):
     "The rate that is most often the best of a trajectory: the release's rule."
@@ -477,65 +626,106 @@ def best_mode(scores):
 # %% ../nbs/15_evaluate_continual.ipynb #9e36ef05
 class Store:
     "Finished outcomes of a network by name and the seconds they took, on disk where a path is given."
+
     def __init__(self, path=None, net=None):
-        self.path, self.of, self.done, self.seconds = path and Path(path), "" if net is None else tensors_sha(net.state_dict()), {}, 0.
-        if self.path and self.path.exists(): self.done, self.seconds = self.read()
+        self.path, self.of, self.done, self.seconds = (
+            path and Path(path),
+            "" if net is None else tensors_sha(net.state_dict()),
+            {},
+            0.0,
+        )
+        if self.path and self.path.exists():
+            self.done, self.seconds = self.read()
 
     def read(self) -> tuple:
         "Outcomes and seconds in the file; none, and a word about it, if it is damaged or another network's."
         try:
             found = json.loads(self.path.read_text())
-            if found["of"] == self.of: return {k: list(Outcome(*v)) for k, v in found["done"].items()}, float(found.get("seconds", 0))
-        except (ValueError, TypeError, KeyError, AttributeError): pass
+            if found["of"] == self.of:
+                return {k: list(Outcome(*v)) for k, v in found["done"].items()}, float(found.get("seconds", 0))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            pass
         warnings.warn(f"{self.path} is damaged or belongs to other weights; its trajectories are run again.")
-        return {}, 0.
+        return {}, 0.0
 
-    def find(self, name, ns) -> Outcome|None:
+    def find(self, name, ns) -> Outcome | None:
         "The outcome of a trajectory at `ns`, if it was looked at there, and perhaps elsewhere, on its way to the same end."
         for key, (train, test, ages) in self.done.items():
             of, _, at = key.rpartition(" at ")
             at = [*map(int, at.split(","))] if of == name else [0]
-            if at[-1] == ns[-1] and set(ns) <= set(at): return Outcome(*([acc[at.index(n)] for n in ns] for acc in (train, test)), ages)
+            if at[-1] == ns[-1] and set(ns) <= set(at):
+                return Outcome(*([acc[at.index(n)] for n in ns] for acc in (train, test)), ages)
 
-    def add(self, outcomes, ns, seconds=0.):
+    def add(self, outcomes, ns, seconds=0.0):
         "Keep outcomes by trajectory, looked at at `ns`."
         self.done.update({f"{name} at {','.join(map(str, ns))}": list(o) for name, o in outcomes.items()})
         self.seconds += seconds
-        if self.path: atomic_write(self.path, json.dumps(dict(of=self.of, seconds=self.seconds, done=self.done)))
+        if self.path:
+            atomic_write(self.path, json.dumps(dict(of=self.of, seconds=self.seconds, done=self.done)))
+
 
 def store_path(key) -> Path:
     "Where the trajectories of the run with that key are kept until it has a record."
-    return runs_dir()/"metatest"/f"{key}.json"
+    return runs_dir() / "metatest" / f"{key}.json"
+
 
 def classes_met(path) -> int:
     "The classes of all finished trajectories in a store's file, one after the other."
-    try: return sum(int(re.split("[ ,]", name)[-1]) for name in json.loads(Path(path).read_text())["done"])
-    except (OSError, ValueError, TypeError, KeyError): return 0
+    try:
+        return sum(int(re.split("[ ,]", name)[-1]) for name in json.loads(Path(path).read_text())["done"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
 
 # %% ../nbs/15_evaluate_continual.ipynb #eb9049b4
 @contextlib.contextmanager
 def evaluating(net):
     "The network in evaluation mode, then as it was: AIM takes its best K. Numbers below 1e-38 count as zero meanwhile."
-    was = net.training; net.eval(); torch.set_flush_denormal(True)
-    try: yield net
-    finally: net.train(was); torch.set_flush_denormal(False)
+    was = net.training
+    net.eval()
+    torch.set_flush_denormal(True)
+    try:
+        yield net
+    finally:
+        net.train(was)
+        torch.set_flush_denormal(False)
+
 
 class Setting:
     "One network, one bank, and the trajectories it will meet there."
-    def __init__(self,
-        net, bank, norm,      # norm: (mean, std) of the inputs
-        protocol=Protocol(), update="", # "" | head | fast: what moves ("": as the protocol says)
-        seed=0, n_train=30,   # at most so many images a class
-        store=None,           # Store of finished trajectories
+
+    def __init__(
+        self,
+        net,
+        bank,
+        norm,  # norm: (mean, std) of the inputs
+        protocol=Protocol(),
+        update="",  # "" | head | fast: what moves ("": as the protocol says)
+        seed=0,
+        n_train=30,  # at most so many images a class
+        store=None,  # Store of finished trajectories
         device="cpu",
-        group=20):            # MB of output layers and moments that advance together: more than the cache holds is slower
-        self.net, self.bank, self.norm, self.protocol, self.seed, self.device, self.group = net, bank, norm, protocol, seed, device, group
+        group=20,
+    ):  # MB of output layers and moments that advance together: more than the cache holds is slower
+        self.net, self.bank, self.norm, self.protocol, self.seed, self.device, self.group = (
+            net,
+            bank,
+            norm,
+            protocol,
+            seed,
+            device,
+            group,
+        )
         self.update, self.n_train, self.cache = update or protocol.metatest_update, n_train, None
         self.store = store or Store()
 
-    def rows(self, stream): return metatest_rows(self.bank, self.protocol.protocol, "val" if stream == "val" else "test")
-    def available(self, stream): return len(self.rows(stream)[0])
-    def images(self, rows): return eval_view(self.bank.images[np.asarray(rows)], self.norm, policy(self.bank.name, "continual"))
+    def rows(self, stream):
+        return metatest_rows(self.bank, self.protocol.protocol, "val" if stream == "val" else "test")
+
+    def available(self, stream):
+        return len(self.rows(stream)[0])
+
+    def images(self, rows):
+        return eval_view(self.bank.images[np.asarray(rows)], self.norm, policy(self.bank.name, "continual"))
 
     def trajectory(self, stream, index, n) -> Trajectory:
         "Trajectory number `index` of a stream."
@@ -545,9 +735,11 @@ class Setting:
 # %% ../nbs/15_evaluate_continual.ipynb #be589604
 class MetaTest(Setting):
     "Trajectories of one network on one bank, each run once."
+
     def fixed(self):
         "What does not move, as a function of normalised images."
-        if self.update == "head": return lambda x: self.net.tail.embed(self.net.features(x))
+        if self.update == "head":
+            return lambda x: self.net.tail.embed(self.net.features(x))
         return self.net.modulation if isinstance(self.net, ANML) else self.net.features
 
     def vectors(self, trajectories) -> Frozen:
@@ -561,43 +753,57 @@ class MetaTest(Setting):
 
     def run(self, stream, jobs, ns, desc) -> list:
         "Outcomes of jobs (rate, index)."
-        trs, rates, keys = [self.trajectory(stream, i, max(ns)) for _, i in jobs], [r for r, _ in jobs], [(self.seed, stream, i) for _, i in jobs]
+        trs, rates, keys = (
+            [self.trajectory(stream, i, max(ns)) for _, i in jobs],
+            [r for r, _ in jobs],
+            [(self.seed, stream, i) for _, i in jobs],
+        )
         o, kw = self.vectors(trs), dict(desc=desc, device=self.device)
         fc = self.net.tail.fc
-        if self.update == "head": return run_heads(o, trs, rates, ns, fc.out_features, keys, **kw)
-        if isinstance(self.net, ANML): return run_anml(self.net, o, self.images, trs, rates, ns, keys, self.protocol.fast_set, self.protocol.adam, **kw)
+        if self.update == "head":
+            return run_heads(o, trs, rates, ns, fc.out_features, keys, **kw)
+        if isinstance(self.net, ANML):
+            return run_anml(
+                self.net, o, self.images, trs, rates, ns, keys, self.protocol.fast_set, self.protocol.adam, **kw
+            )
         return run_tails(self.net.tail, o, trs, rates, ns, keys, self.protocol.adam, **kw)
 
     def outcomes(self, stream, jobs, ns, desc="meta-test") -> dict:
         "Outcomes by job, from the store or run now, as many together as `group` allows."
         name = lambda job: f"{self.update} {stream} rate {job[0]:g} trajectory {job[1]}"
         todo, fc = [j for j in jobs if not self.store.find(name(j), ns)], self.net.tail.fc
-        size = max(1, int(self.group*1e6/(16*fc.weight.numel()))) if self.update == "head" else 1
+        size = max(1, int(self.group * 1e6 / (16 * fc.weight.numel()))) if self.update == "head" else 1
         with evaluating(self.net):
             for i in range(0, len(todo), size):
-                part, start = todo[i:i + size], time.monotonic()
+                part, start = todo[i : i + size], time.monotonic()
                 done = self.run(stream, part, ns, f"{desc} {i + len(part)}/{len(todo)}")
                 self.store.add(dict(zip(map(name, part), done)), ns, time.monotonic() - start)
         return {j: self.store.find(name(j), ns) for j in jobs}
 
 # %% ../nbs/15_evaluate_continual.ipynb #d04722fd
 def search(
-    mt:MetaTest, stream, ns, rates,
-    runs,          # trajectories a rate
-    by="test",     # test: held-out images | train: the images learnt from
+    mt: MetaTest,
+    stream,
+    ns,
+    rates,
+    runs,  # trajectories a rate
+    by="test",  # test: held-out images | train: the images learnt from
 ) -> dict:
     "What each rate comes to: n -> rate -> accuracies, one a trajectory."
     done = mt.outcomes(stream, [(r, i) for r in rates for i in range(runs)], ns, "rates")
     return {n: {r: [getattr(done[r, i], by)[k] for i in range(runs)] for r in rates} for k, n in enumerate(ns)}
 
-def rate_scores(mt:MetaTest, ns, rates, runs, stream="test") -> dict:
+
+def rate_scores(mt: MetaTest, ns, rates, runs, stream="test") -> dict:
     "What a rate is chosen by, without looking at a test image (unless the protocol asks for the release's way)."
-    if rate_on_test_images(mt.protocol): return search(mt, stream, ns, rates, runs)
+    if rate_on_test_images(mt.protocol):
+        return search(mt, stream, ns, rates, runs)
     small = [n for n in ns if n <= mt.available("val")]
     large = [n for n in ns if n not in small]
     val = search(mt, "val", small, rates, runs) if small else {}
-    train = search(mt, stream, ns, rates, runs, "train") if large else {}      # looked at everywhere: the runs may use them
+    train = search(mt, stream, ns, rates, runs, "train") if large else {}  # looked at everywhere: the runs may use them
     return val | {n: train[n] for n in large}
+
 
 def choose_rates(scores, protocol=Protocol()) -> dict:
     "A rate for each n."
@@ -605,7 +811,7 @@ def choose_rates(scores, protocol=Protocol()) -> dict:
     return {n: best(s) for n, s in scores.items()}
 
 # %% ../nbs/15_evaluate_continual.ipynb #54b9eb7d
-def run_points(mt:MetaTest, chosen, runs, stream="test") -> tuple:
+def run_points(mt: MetaTest, chosen, runs, stream="test") -> tuple:
     "Train and test accuracies (runs x points) at the chosen rates, and each class's accuracy by age after the longest."
     train, test, ages = {}, {}, None
     for rate in sorted(set(chosen.values())):
@@ -613,26 +819,32 @@ def run_points(mt:MetaTest, chosen, runs, stream="test") -> tuple:
         done = mt.outcomes(stream, [(rate, i) for i in range(runs)], ns, "runs").values()
         train |= {n: [d.train[k] for d in done] for k, n in enumerate(ns)}
         test |= {n: [d.test[k] for d in done] for k, n in enumerate(ns)}
-        if max(chosen) in ns: ages = np.mean([d.by_age for d in done], 0)
+        if max(chosen) in ns:
+            ages = np.mean([d.by_age for d in done], 0)
     table = lambda t: [[round(t[n][i], 3) for n in sorted(chosen)] for i in range(runs)]
     return table(train), table(test), ages
 
+
 def forgetting(ages) -> float:
     "How far the quarter of the classes learnt first lies behind the quarter learnt last, in points."
-    quarter = max(1, len(ages)//4)
+    quarter = max(1, len(ages) // 4)
     return float(np.mean(ages[-quarter:]) - np.mean(ages[:quarter]))
 
 # %% ../nbs/15_evaluate_continual.ipynb #87b79aff
 def metatest(
-    net, bank, norm,
+    net,
+    bank,
+    norm,
     protocol=Protocol(),
-    budget:Budget=None,   # runs, rates, rate_runs, classes
-    seed=0, update="",    # "" | head | fast
-    store=None,           # Store of finished trajectories
+    budget: Budget = None,  # runs, rates, rate_runs, classes
+    seed=0,
+    update="",  # "" | head | fast
+    store=None,  # Store of finished trajectories
     device="cpu",
 ) -> dict:
     "Search the rates, run the trajectories: metrics of a record."
-    for b in banners(protocol, bank.name): print(b)
+    for b in banners(protocol, bank.name):
+        print(b)
     mt = MetaTest(net, bank, norm, protocol, update, seed, store=store, device=device)
     ns, rates = points(bank.name, mt.available("test"), budget.classes), pick_rates(budget.rates)
     streams = {n: "test" if protocol.trajectories == "prefix" else f"test-{n}" for n in ns}
@@ -641,23 +853,44 @@ def metatest(
         own = [n for n in ns if streams[n] == stream]
         scores |= rate_scores(mt, own, rates, budget.rate_runs, stream)
         at = [ns.index(n) for n in own]
-        train[:, at], test[:, at], ages = run_points(mt, choose_rates({n: scores[n] for n in own}, protocol), budget.runs, stream)
-    return summary(ns, test, train, ages, choose_rates(scores, protocol)) | dict(update=mt.update, rates_tried=list(rates), rate_scores=[[round(statistics.mean(scores[n][r]), 2) for r in rates] for n in ns])
+        train[:, at], test[:, at], ages = run_points(
+            mt, choose_rates({n: scores[n] for n in own}, protocol), budget.runs, stream
+        )
+    return summary(ns, test, train, ages, choose_rates(scores, protocol)) | dict(
+        update=mt.update,
+        rates_tried=list(rates),
+        rate_scores=[[round(statistics.mean(scores[n][r]), 2) for r in rates] for n in ns],
+    )
 
 # %% ../nbs/15_evaluate_continual.ipynb #86ac6f4a
 def summary(ns, test, train, ages, chosen) -> dict:
     "The metrics of a record, headline at the largest n."
     last, runs = test[:, -1], len(test)
-    ci = 1.96*last.std(ddof=1)/math.sqrt(runs) if runs > 1 else 0.
-    return dict(n_classes=[int(n) for n in ns], test=test.round(3).tolist(), train=train.round(3).tolist(), rates=[chosen[n] for n in ns],
-                accuracy=float(last.mean()), ci95=float(ci), by_age=[round(float(a), 2) for a in ages], forgetting=round(forgetting(ages), 3))
+    ci = 1.96 * last.std(ddof=1) / math.sqrt(runs) if runs > 1 else 0.0
+    return dict(
+        n_classes=[int(n) for n in ns],
+        test=test.round(3).tolist(),
+        train=train.round(3).tolist(),
+        rates=[chosen[n] for n in ns],
+        accuracy=float(last.mean()),
+        ci95=float(ci),
+        by_age=[round(float(a), 2) for a in ages],
+        forgetting=round(forgetting(ages), 3),
+    )
 
 # %% ../nbs/15_evaluate_continual.ipynb #8b2303e7
-VAL_CLASSES = 50   # of a validation at most
+VAL_CLASSES = 50  # of a validation at most
+
 
 def validate_continual(
-    net, bank, norm, budget=None, seed=0, device="cpu",
-    rates=(1e-3, 3e-4), most=VAL_CLASSES, # classes at most
+    net,
+    bank,
+    norm,
+    budget=None,
+    seed=0,
+    device="cpu",
+    rates=(1e-3, 3e-4),
+    most=VAL_CLASSES,  # classes at most
 ) -> dict:
     "One trajectory over validation classes at each rate, output layer only: the best test accuracy, cheap enough for every few hundred steps."
     mt = MetaTest(net, bank, norm, Protocol(), "head", seed, device=device)
@@ -669,15 +902,20 @@ def validate_continual(
 # %% ../nbs/15_evaluate_continual.ipynb #3b02464f
 @torch.no_grad()
 def mechanism_use(
-    net,          # with AIM
-    bank, norm,
+    net,  # with AIM
+    bank,
+    norm,
     split="val",  # val | test
-    images=5,     # of each class
-    classes=0,    # so many of the split's classes (0: all)
+    images=5,  # of each class
+    classes=0,  # so many of the split's classes (0: all)
     device="cpu",
 ) -> dict:
     "Mean score and mean mask of each class (classes, M), over images of a split."
-    rows = [r[:images] for r in bank.class_rows(split)[:classes or None]]
-    with evaluating(net): z = frozen(lambda x: net.tail.reduced(net.features(x)), bank, rows, norm, device=device)
+    rows = [r[:images] for r in bank.class_rows(split)[: classes or None]]
+    with evaluating(net):
+        z = frozen(lambda x: net.tail.reduced(net.features(x)), bank, rows, norm, device=device)
     use = [net.tail.layer.attention(z.take(r).to(device)) for r in rows]
-    return dict(score=torch.stack([a.score.mean(0) for a in use]).cpu(), mask=torch.stack([a.mask.float().mean(0) for a in use]).cpu())
+    return dict(
+        score=torch.stack([a.score.mean(0) for a in use]).cpu(),
+        mask=torch.stack([a.mask.float().mean(0) for a in use]).cpu(),
+    )

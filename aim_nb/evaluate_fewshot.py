@@ -22,38 +22,51 @@ __all__ = ['Score', 'pack_hits', 'unpack_hits', 'evaluate_reference', 'ProductTa
 # %% ../nbs/15_evaluate_fewshot.ipynb #52b1348b
 class Score(NamedTuple):
     "The accuracies of some episodes."
-    accuracy: np.ndarray    # (E,) percent, one an episode
-    logits: object = None   # (E, q, n_way), if they were asked for
-    use: object = None      # `Use` of the mechanisms by class, if it was asked for
+
+    accuracy: np.ndarray  # (E,) percent, one an episode
+    logits: object = None  # (E, q, n_way), if they were asked for
+    use: object = None  # `Use` of the mechanisms by class, if it was asked for
 
     @property
-    def mean(self): return float(self.accuracy.mean())
+    def mean(self):
+        return float(self.accuracy.mean())
+
     @property
-    def ci95(self): return float(1.96*self.accuracy.std(ddof=1)/np.sqrt(len(self.accuracy))) if len(self.accuracy) > 1 else 0.
-    def summary(self) -> dict: return dict(accuracy=self.mean, ci95=self.ci95, episodes=len(self.accuracy))
+    def ci95(self):
+        return float(1.96 * self.accuracy.std(ddof=1) / np.sqrt(len(self.accuracy))) if len(self.accuracy) > 1 else 0.0
+
+    def summary(self) -> dict:
+        return dict(accuracy=self.mean, ci95=self.ci95, episodes=len(self.accuracy))
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #e6e8c10c
 def pack_hits(
-    accuracy, # (E,) percent
-    n,        # queries of an episode
+    accuracy,  # (E,) percent
+    n,  # queries of an episode
 ) -> str:
     "How many queries were right in each episode, as text."
-    return base64.b64encode(np.rint(np.asarray(accuracy)*n/100).astype("u1" if n < 256 else "<u2").tobytes()).decode()
+    return base64.b64encode(
+        np.rint(np.asarray(accuracy) * n / 100).astype("u1" if n < 256 else "<u2").tobytes()
+    ).decode()
+
 
 def unpack_hits(text, n) -> np.ndarray:
     "The accuracies, in percent, that `pack_hits` took."
-    return np.frombuffer(base64.b64decode(text), "u1" if n < 256 else "<u2")*100./n
+    return np.frombuffer(base64.b64decode(text), "u1" if n < 256 else "<u2") * 100.0 / n
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #e8b162dd
 def _dense(layer, weights, z, decision=None):
     "The layer's output at explicit weights, by the plain equations."
-    if isinstance(layer, LinearTwin): return z @ weights["W"]
-    if isinstance(layer, AIM): return aim_reference(z, **weights, K=layer.K, gate=layer.gate, decision=decision or layer.decision)
+    if isinstance(layer, LinearTwin):
+        return z @ weights["W"]
+    if isinstance(layer, AIM):
+        return aim_reference(z, **weights, K=layer.K, gate=layer.gate, decision=decision or layer.decision)
     return z
+
 
 def _support_query(episodes):
     "Row numbers of support and query sets, (E, n) and (E, q), class by class."
     return [torch.as_tensor(np.asarray(r)).flatten(-2) for r in episodes[:2]]
+
 
 def _labels(episodes):
     "Labels of the support and query rows: the place along the way axis."
@@ -61,17 +74,34 @@ def _labels(episodes):
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #10fe5289
 def evaluate_reference(
-    layer, head, features, episodes, # as for `evaluate`
-    adapt=True, lr=3e-3, decision=None,
+    layer,
+    head,
+    features,
+    episodes,  # as for `evaluate`
+    adapt=True,
+    lr=3e-3,
+    decision=None,
 ) -> Score:
     "Episode by episode: copy the layer, one SGD step on the support loss, infer."
-    p, A, (ys, yq), logits = SIBParams(*(t.detach() for t in head.params())), head.average(np.shape(episodes.support)[-1]), _labels(episodes), []
+    p, A, (ys, yq), logits = (
+        SIBParams(*(t.detach() for t in head.params())),
+        head.average(np.shape(episodes.support)[-1]),
+        _labels(episodes),
+        [],
+    )
     for s, q in zip(*_support_query(episodes)):
-        S, Q, weights = features[s], features[q], {k: v.detach().clone().requires_grad_() for k, v in layer.named_parameters()}
+        S, Q, weights = (
+            features[s],
+            features[q],
+            {k: v.detach().clone().requires_grad_() for k, v in layer.named_parameters()},
+        )
         if adapt and weights:
             out = _dense(layer, weights, S, decision)
             loss = F.cross_entropy(plain_sib(p, A, out, out, head.steps, head.eps), ys)
-            weights = {k: (v - lr*g).detach() for (k, v), g in zip(weights.items(), torch.autograd.grad(loss, list(weights.values())))}
+            weights = {
+                k: (v - lr * g).detach()
+                for (k, v), g in zip(weights.items(), torch.autograd.grad(loss, list(weights.values())))
+            }
         S, Q = (_dense(layer, weights, x, decision).detach() for x in (S, Q))
         logits.append(plain_sib(p, A, S, Q, head.steps, head.eps).detach())
     logits = torch.stack(logits)
@@ -80,52 +110,68 @@ def evaluate_reference(
 # %% ../nbs/15_evaluate_fewshot.ipynb #f3a7f2ef
 class ProductTable:
     "z W_m for pairs (image, mechanism), each computed when first asked for."
-    def __init__(self,
-        features,    # (N, D)
-        W,           # (M, D, V)
-        limit=2**29, # bytes
+
+    def __init__(
+        self,
+        features,  # (N, D)
+        W,  # (M, D, V)
+        limit=2**29,  # bytes
     ):
         self.features, self.W, (self.M, _, V) = features, W, W.shape
         self.slot = torch.full((len(features), self.M), -1, device=W.device)
-        self.table, self.n, self.computed = W.new_empty(min(self.slot.numel(), max(1, limit//(V*W.element_size()))), V), 0, 0
+        self.table, self.n, self.computed = (
+            W.new_empty(min(self.slot.numel(), max(1, limit // (V * W.element_size()))), V),
+            0,
+            0,
+        )
 
     def find(self, image, mech):
         "The table's rows for these pairs, filling in those that are missing."
         slots = self.slot[image, mech]
         if (slots < 0).any():
             missing = slots < 0
-            if not self._add(image[missing], mech[missing]): self._start_over(image, mech)
+            if not self._add(image[missing], mech[missing]):
+                self._start_over(image, mech)
             slots = self.slot[image, mech]
         return slots
 
     def _add(self, image, mech) -> bool:
         "Compute new pairs and append them; False if there is no room."
-        key = (mech*len(self.slot) + image).unique()          # sorted by mechanism
-        image, mech, end = key % len(self.slot), key//len(self.slot), self.n + len(key)
-        if end > len(self.table): return False
+        key = (mech * len(self.slot) + image).unique()  # sorted by mechanism
+        image, mech, end = key % len(self.slot), key // len(self.slot), self.n + len(key)
+        if end > len(self.table):
+            return False
         sizes = mech.bincount(minlength=self.M).tolist()
-        for m, i, out in zip(range(self.M), image.split(sizes), self.table[self.n:end].split(sizes)):
-            if len(i): torch.mm(self.features[i], self.W[m], out=out)
+        for m, i, out in zip(range(self.M), image.split(sizes), self.table[self.n : end].split(sizes)):
+            if len(i):
+                torch.mm(self.features[i], self.W[m], out=out)
         self.slot[image, mech] = torch.arange(self.n, end, device=key.device)
         self.n, self.computed = end, self.computed + len(key)
         return True
 
     def _start_over(self, image, mech):
         "Forget all pairs but these."
-        self.slot.fill_(-1); self.n = 0
-        need = len((mech*len(self.slot) + image).unique())
-        if need > len(self.table): self.table = self.table.new_empty(need, self.table.shape[1])
+        self.slot.fill_(-1)
+        self.n = 0
+        need = len((mech * len(self.slot) + image).unique())
+        if need > len(self.table):
+            self.table = self.table.new_empty(need, self.table.shape[1])
         self._add(image, mech)
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #d2c31a25
 class Pairs(NamedTuple):
     "The pairs (row, mechanism) of a mask, row by row, and where their products are."
-    row: torch.Tensor; mech: torch.Tensor; slot: torch.Tensor; ends: torch.Tensor
+
+    row: torch.Tensor
+    mech: torch.Tensor
+    slot: torch.Tensor
+    ends: torch.Tensor
+
 
 def find_pairs(
     table: ProductTable,
-    rows,   # (R,) images
-    mask,   # (R, M) mechanisms in use
+    rows,  # (R,) images
+    mask,  # (R, M) mechanisms in use
 ) -> Pairs:
     "The pairs in use, their products computed."
     row, mech = mask.nonzero(as_tuple=True)
@@ -133,35 +179,59 @@ def find_pairs(
     torch.cumsum(mask.sum(1), 0, out=ends[1:])
     return Pairs(row, mech, table.find(rows[row], mech), ends)
 
-def weighted_sum(table: ProductTable, pairs: Pairs, weight) -> torch.Tensor: # weight (R, M)
+
+def weighted_sum(table: ProductTable, pairs: Pairs, weight) -> torch.Tensor:  # weight (R, M)
     "sum over the mechanisms in use of weight * (z W_m), for each row."
-    return F.embedding_bag(pairs.slot, table.table, pairs.ends, mode="sum", per_sample_weights=weight[pairs.row, pairs.mech], include_last_offset=True)
+    return F.embedding_bag(
+        pairs.slot,
+        table.table,
+        pairs.ends,
+        mode="sum",
+        per_sample_weights=weight[pairs.row, pairs.mech],
+        include_last_offset=True,
+    )
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #a00daa58
 class Task(NamedTuple):
     "What all episodes of an evaluation have in common."
-    p: SIBParams; A: torch.Tensor; n: int; Ys: torch.Tensor; steps: int; eps: float; lr: float   # lr 0: no adaptation
 
-    def inner_gradient(self, out): # (E, n, V) the layer's outputs for the support sets
+    p: SIBParams
+    A: torch.Tensor
+    n: int
+    Ys: torch.Tensor
+    steps: int
+    eps: float
+    lr: float  # lr 0: no adaptation
+
+    def inner_gradient(self, out):  # (E, n, V) the layer's outputs for the support sets
         "dL/dout of each episode's support loss."
         s, saved = sib_forward(self.p, out, self.A, self.steps, self.eps)
         return sib_backward(self.p, saved, cross_entropy_grad(s, self.Ys), params=False)[0]
 
-    def logits(self, X): # (E, n + q, V) the adapted layer's outputs
+    def logits(self, X):  # (E, n + q, V) the adapted layer's outputs
         return sib_forward(self.p, X, self.A, self.steps, self.eps)[0]
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #60680718
 class _Features:
     "SIB on the features as they are."
-    def __init__(self, layer, features, task): self.features, self.task, self.width = features, task, features.shape[1]
-    def __call__(self, rows): return self.task.logits(self.features[rows]), None
+
+    def __init__(self, layer, features, task):
+        self.features, self.task, self.width = features, task, features.shape[1]
+
+    def __call__(self, rows):
+        return self.task.logits(self.features[rows]), None
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #5da67fd8
 class _Mechanisms:
     "AIM adapted to each episode."
+
     def __init__(self, aim, features, task, limit=2**29):
         self.aim, self.features, self.task, self.width = aim, features, task, aim.d_out
-        self.shared, self.table, self.keys = shared_weights(aim), ProductTable(features, aim.W_M.detach(), limit), aim.keys(features)
+        self.shared, self.table, self.keys = (
+            shared_weights(aim),
+            ProductTable(features, aim.W_M.detach(), limit),
+            aim.keys(features),
+        )
         score = aim.scores(self.keys, self.shared.q)
         self.slow = Attention(score, aim.choose(score))
 
@@ -176,13 +246,15 @@ class _Mechanisms:
         y, pairs = self.mixed(rows, att)
         raw = self.aim.gate == "raw"
         g = self.task.inner_gradient(F.normalize(y, dim=-1) if raw else y)
-        if raw: g = normalise_grad(y, g)
+        if raw:
+            g = normalise_grad(y, g)
         da = torch.zeros_like(att.score).flatten(0, 1)
-        da[pairs.row, pairs.mech] = (self.table.table[pairs.slot]*g.flatten(0, 1)[pairs.row]).sum(1)
+        da[pairs.row, pairs.mech] = (self.table.table[pairs.slot] * g.flatten(0, 1)[pairs.row]).sum(1)
         return support_step(self.shared, z, k, att, da.view_as(att.score), g, self.task.lr)
 
     def __call__(self, rows):
-        if not self.task.lr: return self.unadapted(rows)
+        if not self.task.lr:
+            return self.unadapted(rows)
         n, z, k = self.task.n, self.features[rows], self.keys[rows]
         step = self.support(rows[:, :n], z[:, :n], k[:, :n])
         gram = z @ z[:, :n].mT
@@ -197,6 +269,7 @@ class _Mechanisms:
 # %% ../nbs/15_evaluate_fewshot.ipynb #3f58fb40
 class _Linear:
     "The linear twin adapted to each episode, queries only as inner products."
+
     def __init__(self, layer, features, task):
         self.W, self.features, self.task, self.width = layer.W.detach(), features, task, layer.d_out
         self.zB = features @ (self.W @ self.W.t())
@@ -205,7 +278,8 @@ class _Linear:
         t, n, z = self.task, self.task.n, self.features[rows]
         zq, zB = z[:, n:], self.zB[rows[:, n:]]
         out, XX = (z[:, :n].flatten(0, 1) @ self.W).view(*rows.shape[:1], n, -1), zB @ zq.mT
-        if not t.lr: return self.logits(out, XX, zq, None, None), None
+        if not t.lr:
+            return self.logits(out, XX, zq, None, None), None
         g = t.inner_gradient(out).mul_(-t.lr)
         C = z @ z[:, :n].mT
         RC = (zq @ (g.flatten(0, 1) @ self.W.t()).view(*g.shape[:2], -1).mT) @ C[:, n:].mT
@@ -215,75 +289,102 @@ class _Linear:
     def logits(self, S, XX, zq, g, C):
         "From adapted support outputs `S` (E, n, V) and inner products `XX` (E, q, q) of the queries."
         t = self.task
-        theta = t.p.w*(t.A @ F.normalize(S, dim=-1))
+        theta = t.p.w * (t.A @ F.normalize(S, dim=-1))
         norm = theta.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-        theta = theta/norm
+        theta = theta / norm
         U = zq @ (theta.flatten(0, 1) @ self.W.t()).view(*theta.shape[:2], -1).mT
-        if g is not None: U = U + C @ (g @ theta.mT)
+        if g is not None:
+            U = U + C @ (g @ theta.mT)
         inv = XX.diagonal(dim1=-2, dim2=-1).clamp_min(1e-24).rsqrt()[..., None]
-        return sib_refine(t.p, U*inv, norm, XX*inv*inv.mT, t.steps, t.eps)[0]
+        return sib_refine(t.p, U * inv, norm, XX * inv * inv.mT, t.steps, t.eps)[0]
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #d41e79ef
 def _scorer(layer, features, task, decision):
     "The class that knows this kind of layer."
     if isinstance(layer, AIM):
-        layer = copy.copy(layer)                    # shares the weights; only the switch is its own
+        layer = copy.copy(layer)  # shares the weights; only the switch is its own
         layer.decision = check_choice("decision", decision or layer.decision, ("hard", "soft"))
-        if layer.decision == "soft" and layer.gate == "raw": raise AimError("decision='soft' keeps scores above one half, which only gate='sigmoid' has.")
+        if layer.decision == "soft" and layer.gate == "raw":
+            raise AimError("decision='soft' keeps scores above one half, which only gate='sigmoid' has.")
         return _Mechanisms(layer, features, task)
     for kind, scorer in ((LinearTwin, _Linear), (Identity, _Features)):
-        if isinstance(layer, kind): return scorer(layer, features, task)
+        if isinstance(layer, kind):
+            return scorer(layer, features, task)
     raise AimError(f"a layer of kind {type(layer).__name__} cannot be evaluated; use AIM, LinearTwin or Identity.")
 
+
 def chunk_size(
-    layer, n, q,     # support and query images of an episode
+    layer,
+    n,
+    q,  # support and query images of an episode
     element_size=4,
 ) -> int:
     "Episodes that are run at once: as many as keep the widest array near 16 MB."
     rows = n if isinstance(layer, LinearTwin) else n + q
-    return max(1, min(64, 2**24//(rows*layer.d_out*element_size)))
+    return max(1, min(64, 2**24 // (rows * layer.d_out * element_size)))
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #593cd96e
 class Use(NamedTuple):
     "How classes use mechanisms: means over the queries of all episodes, after adaptation."
-    score: torch.Tensor # (classes, M)
+
+    score: torch.Tensor  # (classes, M)
     mask: torch.Tensor  # (classes, M) share of queries
+
 
 class _Uses:
     "Sums that become a `Use`."
-    def __init__(self, n_classes, M, device): self.sums, self.count = torch.zeros(2, n_classes, M, device=device), torch.zeros(n_classes, 1, device=device)
-    def add(self, att, classes, n): # classes (E, n_way)
+
+    def __init__(self, n_classes, M, device):
+        self.sums, self.count = torch.zeros(2, n_classes, M, device=device), torch.zeros(n_classes, 1, device=device)
+
+    def add(self, att, classes, n):  # classes (E, n_way)
         for total, t in zip(self.sums, att):
             t = t[:, n:].unflatten(1, (classes.shape[1], -1)).to(total.dtype).mean(2)
             total.index_add_(0, classes.flatten(), t.flatten(0, 1))
         self.count.index_add_(0, classes.flatten(), torch.ones_like(self.count[:1]).expand(classes.numel(), 1))
-    def mean(self): return Use(*(self.sums/self.count.clamp_min(1)))
+
+    def mean(self):
+        return Use(*(self.sums / self.count.clamp_min(1)))
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #da3c23be
 @torch.no_grad()
 def evaluate(
-    layer,              # AIM, LinearTwin or Identity (plain SIB)
-    head,               # SIBHead
-    features,           # (N, D) of the frozen backbone
+    layer,  # AIM, LinearTwin or Identity (plain SIB)
+    head,  # SIBHead
+    features,  # (N, D) of the frozen backbone
     episodes: Episode,  # stacked; row numbers of `features`
-    adapt=True,         # one SGD step on the support loss before the queries are answered
-    lr=3e-3,            # its rate
-    decision=None,      # hard | soft (default: as the layer was trained)
-    chunk=0,            # episodes at once (0: chosen by size)
+    adapt=True,  # one SGD step on the support loss before the queries are answered
+    lr=3e-3,  # its rate
+    decision=None,  # hard | soft (default: as the layer was trained)
+    chunk=0,  # episodes at once (0: chosen by size)
     keep_logits=False,  # return the logits, too
-    use=0,              # number of classes, to note their use of mechanisms (0: do not)
+    use=0,  # number of classes, to note their use of mechanisms (0: do not)
 ) -> Score:
     "Accuracy of every episode, the layer adapted to each by one exact step."
     (support, query), (ys, yq), dev = _support_query(episodes), _labels(episodes), features.device
     rows, n = torch.cat([support, query], 1).to(dev), support.shape[1]
     p = SIBParams(*(t.detach() for t in head.params()))
-    task = Task(p, head.average(n//head.n_way), n, F.one_hot(ys, head.n_way).to(dev), head.steps, head.eps, lr if adapt else 0.)
-    score, uses = _scorer(layer, features, task, decision), _Uses(use, getattr(layer, "M", 0), dev) if use and isinstance(layer, AIM) else None
+    task = Task(
+        p,
+        head.average(n // head.n_way),
+        n,
+        F.one_hot(ys, head.n_way).to(dev),
+        head.steps,
+        head.eps,
+        lr if adapt else 0.0,
+    )
+    score, uses = (
+        _scorer(layer, features, task, decision),
+        _Uses(use, getattr(layer, "M", 0), dev) if use and isinstance(layer, AIM) else None,
+    )
     classes, out = torch.as_tensor(np.asarray(episodes.classes), device=dev), []
     for rows_c, classes_c in zip(*(t.split(chunk or chunk_size(layer, n, query.shape[1])) for t in (rows, classes))):
         logits, att = score(rows_c)
         out.append(logits if keep_logits else logits.argmax(-1))
-        if uses: uses.add(att, classes_c, n)
+        if uses:
+            uses.add(att, classes_c, n)
     out = torch.cat(out)
     hits = (out.argmax(-1) if keep_logits else out) == yq.to(dev)
-    return Score(hits.double().mean(-1).mul(100).cpu().numpy(), out if keep_logits else None, uses.mean() if uses else None)
+    return Score(
+        hits.double().mean(-1).mul(100).cpu().numpy(), out if keep_logits else None, uses.mean() if uses else None
+    )

@@ -19,44 +19,51 @@ __all__ = ['split_parameters', 'inner_step', 'inner_loop', 'outer_gradient', 'Sh
 # %% ../nbs/11_fastweights.ipynb #4fe17380
 def split_parameters(
     module,
-    fast, # beginnings of the names of the fast parameters, such as ("aim", "fc.weight")
+    fast,  # beginnings of the names of the fast parameters, such as ("aim", "fc.weight")
 ) -> tuple:
     "Two dictionaries name -> parameter: the fast ones and the slow ones."
     fast = [fast] if isinstance(fast, str) else list(fast)
     names = dict(module.named_parameters())
     is_fast = {n: [f for f in fast if n == f or n.startswith(f + ".")] for n in names}
     unknown = set(fast) - {f for hits in is_fast.values() for f in hits}
-    if unknown: raise AimError(f"No parameter is called {', '.join(sorted(unknown))}; there are {', '.join(names)}.")
+    if unknown:
+        raise AimError(f"No parameter is called {', '.join(sorted(unknown))}; there are {', '.join(names)}.")
     return {n: p for n, p in names.items() if is_fast[n]}, {n: p for n, p in names.items() if not is_fast[n]}
 
 # %% ../nbs/11_fastweights.ipynb #d2798e70
 def inner_step(
-    loss, # fast weights -> scalar
-    fast, # name -> tensor
-    lr,   # nu_in
+    loss,  # fast weights -> scalar
+    fast,  # name -> tensor
+    lr,  # nu_in
 ) -> dict:
     "The fast weights after one SGD step. The graph is kept, so an outer loss can be differentiated through it."
     grads = torch.func.grad(loss)(fast)
-    return {n: p - lr*grads[n] for n, p in fast.items()}
+    return {n: p - lr * grads[n] for n, p in fast.items()}
+
 
 def inner_loop(
-    loss,    # fast weights, batch -> scalar
-    fast, batches, lr,
+    loss,  # fast weights, batch -> scalar
+    fast,
+    batches,
+    lr,
 ) -> dict:
     "The fast weights after one SGD step on each batch."
-    for batch in batches: fast = inner_step(lambda w: loss(w, batch), fast, lr)
+    for batch in batches:
+        fast = inner_step(lambda w: loss(w, batch), fast, lr)
     return fast
 
 # %% ../nbs/11_fastweights.ipynb #69b3ca32
 def outer_gradient(
-    loss,           # fast weights, slow weights -> outer loss at those weights
-    adapt,          # fast weights, slow weights -> adapted fast weights
-    fast, slow,     # name -> tensor
+    loss,  # fast weights, slow weights -> outer loss at those weights
+    adapt,  # fast weights, slow weights -> adapted fast weights
+    fast,
+    slow,  # name -> tensor
     order="first",  # or second: through the inner loop
 ) -> tuple:
     "Outer loss, and its gradient for fast and for slow weights."
     check_choice("order", order, ("first", "second"))
-    if order == "second": grads, value = torch.func.grad_and_value(lambda w: loss(adapt(*w), w[1]))((fast, slow))
+    if order == "second":
+        grads, value = torch.func.grad_and_value(lambda w: loss(adapt(*w), w[1]))((fast, slow))
     else:
         end = {n: t.detach() for n, t in adapt(fast, slow).items()}
         grads, value = torch.func.grad_and_value(lambda w: loss(*w))((end, slow))
@@ -65,71 +72,81 @@ def outer_gradient(
 # %% ../nbs/11_fastweights.ipynb #869b5b4d
 class Shared(NamedTuple):
     "What all episodes share of one slow AIM."
+
     aim: object
     q: torch.Tensor  # (M, d_k) queries
     P: torch.Tensor  # (M, d_k, d_k) W_Q^T W_Q
-    hh: torch.Tensor # (M,) |h|^2
+    hh: torch.Tensor  # (M,) |h|^2
+
 
 @torch.no_grad()
 def shared_weights(aim) -> Shared:
     "Computed once for as many episodes as follow."
-    return Shared(aim, aim.queries(), torch.bmm(aim.W_Q.mT, aim.W_Q), (aim.h*aim.h).sum(-1))
+    return Shared(aim, aim.queries(), torch.bmm(aim.W_Q.mT, aim.W_Q), (aim.h * aim.h).sum(-1))
 
 # %% ../nbs/11_fastweights.ipynb #4bf6ca09
 class Step(NamedTuple):
     "One SGD step of E episodes on a shared AIM, in factors."
+
     shared: Shared
     lr: float
     z: torch.Tensor  # (E, n, D) support inputs
     w: torch.Tensor  # (E, n, M) their attention, zero where idle
     g: torch.Tensor  # (E, n, V) dL/d(sum of mechanisms)
-    dk: torch.Tensor # (E, n, d_k)
+    dk: torch.Tensor  # (E, n, d_k)
     q: torch.Tensor  # (E, M, d_k) queries after the step
 
 # %% ../nbs/11_fastweights.ipynb #43d8d453
 @torch.no_grad()
 def support_step(
     shared,
-    z, k, # (E, n, D) support inputs and (E, n, d_k) their keys
+    z,
+    k,  # (E, n, D) support inputs and (E, n, d_k) their keys
     att,  # Attention (E, n, M) at the slow weights
-    da,   # (E, n, M) dL/da = g_i . z_i W_m; read only where the mask is set
-    g,    # (E, n, V) dL/d(sum of mechanisms); for the raw gate see `normalise_grad`
+    da,  # (E, n, M) dL/da = g_i . z_i W_m; read only where the mask is set
+    g,  # (E, n, V) dL/d(sum of mechanisms); for the raw gate see `normalise_grad`
     lr,
 ) -> Step:
     "The SGD step on all of AIM's parameters, as vectors."
     aim, q, P, hh = shared
     a, mask = att
-    ds = torch.where(mask, da, torch.zeros_like(da))/math.sqrt(aim.d_k)
-    if aim.gate == "sigmoid": ds = ds*a*(1 - a)
+    ds = torch.where(mask, da, torch.zeros_like(da)) / math.sqrt(aim.d_k)
+    if aim.gate == "sigmoid":
+        ds = ds * a * (1 - a)
     dq = ds.mT @ k
     dqP = torch.bmm(dq.transpose(0, 1), P).transpose(0, 1)
-    q_new = q - lr*dqP - lr*(hh - lr*(dq*q).sum(-1))[..., None]*dq
-    return Step(shared, lr, z, a*mask, g, ds @ q, q_new)
+    q_new = q - lr * dqP - lr * (hh - lr * (dq * q).sum(-1))[..., None] * dq
+    return Step(shared, lr, z, a * mask, g, ds @ q, q_new)
 
 # %% ../nbs/11_fastweights.ipynb #10f1e49d
 @torch.no_grad()
 def step_attention(
     step,
-    z, k,      # (E, Q, D) inputs and (E, Q, d_k) their keys at the slow weights
-    gram=None, # (E, Q, n) z . z_support, if already there
+    z,
+    k,  # (E, Q, D) inputs and (E, Q, d_k) their keys at the slow weights
+    gram=None,  # (E, Q, n) z . z_support, if already there
 ) -> Attention:
     "Scores and mask at the adapted weights."
     aim, gram = step.shared.aim, z @ step.z.mT if gram is None else gram
-    k = k - step.lr*((gram if aim.b_K is None else gram + 1) @ step.dk)     # the key bias moves like the weight of a constant feature 1
+    k = k - step.lr * (
+        (gram if aim.b_K is None else gram + 1) @ step.dk
+    )  # the key bias moves like the weight of a constant feature 1
     a = aim.scores(k, step.q)
     return Attention(a, aim.choose(a))
+
 
 @torch.no_grad()
 def step_output(
     step,
-    z, att,    # (E, Q, D) inputs and their `step_attention`
-    mixed,     # (E, Q, V) sum of a' z W_m with the slow W_m
+    z,
+    att,  # (E, Q, D) inputs and their `step_attention`
+    mixed,  # (E, Q, V) sum of a' z W_m with the slow W_m
     gram=None,
 ):
     "AIM's output at the adapted weights."
     gram = z @ step.z.mT if gram is None else gram
-    C = ((att.score*att.mask) @ step.w.mT)*gram
-    y = mixed - step.lr*(C @ step.g)
+    C = ((att.score * att.mask) @ step.w.mT) * gram
+    y = mixed - step.lr * (C @ step.g)
     return unit(y)[0] if step.shared.aim.gate == "raw" else y
 
 # %% ../nbs/11_fastweights.ipynb #25d7bdcc
@@ -139,15 +156,17 @@ def mixed_value(aim, z, att):
     flat = [t.reshape(-1, t.shape[-1]) for t in (z, *att)]
     return mix(flat[0], aim.W_M, *flat[1:]).reshape(*z.shape[:-1], aim.d_out)
 
+
 @torch.no_grad()
 def pair_gradient(aim, z, att, g):
     "dL/da = g . z W_m where the mask is set, else 0."
     z_, a_, mask_, g_ = [t.reshape(-1, t.shape[-1]) for t in (z, *att, g)]
     return mix_grads(z_, aim.W_M, a_, g_, mask_)[1].reshape(att.score.shape)
 
+
 def normalise_grad(
-    y, # before y/||y||
-    g, # dL/d(y/||y||)
+    y,  # before y/||y||
+    g,  # dL/d(y/||y||)
 ):
     "dL/dy."
     return unit_grad(g, *unit(y))
@@ -156,9 +175,9 @@ def normalise_grad(
 @torch.no_grad()
 def adapt_batch(
     aim,
-    z_s,       # (E, n, D) support inputs
-    z,         # (E, Q, D) inputs to evaluate after the step
-    loss_grad, # out_s (E, n, V) -> dL/dout_s, each episode for itself
+    z_s,  # (E, n, D) support inputs
+    z,  # (E, Q, D) inputs to evaluate after the step
+    loss_grad,  # out_s (E, n, V) -> dL/dout_s, each episode for itself
     lr,
 ):
     "AIM's outputs for z after one SGD step on each episode's support set: no weight is copied."
@@ -174,39 +193,56 @@ def adapt_batch(
 # %% ../nbs/11_fastweights.ipynb #3cc4fb1f
 class Fast:
     "A layer under fast weights: call it, then `step` with the gradient of its output; the slow weights stay as they are."
+
     def __init__(self, lr, order="first"):
         self.lr, self.order, self.terms = lr, check_choice("order", order, ("first", "second")), ()
-    def _add(self, *rows): # one more block of rank-one terms
+
+    def _add(self, *rows):  # one more block of rank-one terms
         self.terms = tuple(rows) if not self.terms else tuple(torch.cat(t) for t in zip(self.terms, rows))
-    def _mode(self): return torch.set_grad_enabled(torch.is_grad_enabled() and self.order == "second")
-    def _constant(self, ts): return ts if self.order == "second" else [t if t is None else t.detach() for t in ts]   # first order: terms are constants
+
+    def _mode(self):
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self.order == "second")
+
+    def _constant(self, ts):
+        return (
+            ts if self.order == "second" else [t if t is None else t.detach() for t in ts]
+        )  # first order: terms are constants
+
 
 class FastLinear(Fast):
     "A linear layer, weight (out, in), as slow weights and rank-one terms."
-    def __init__(self,
-        weight, bias=None, # slow; never changed
-        lr=.01,            # nu_in
-        order="first",     # second keeps the inner loop's graph
+
+    def __init__(
+        self,
+        weight,
+        bias=None,  # slow; never changed
+        lr=0.01,  # nu_in
+        order="first",  # second keeps the inner loop's graph
     ):
         super().__init__(lr, order)
         self.weight, self.bias = weight, bias
-    def __call__(self, f): # (B, in) or (in,)
+
+    def __call__(self, f):  # (B, in) or (in,)
         self.f, y = f, F.linear(f, self.weight, self.bias)
-        if not self.terms: return y
+        if not self.terms:
+            return y
         f_s, g_s = self.terms
-        return y - self.lr*((f @ f_s.mT + (self.bias is not None)) @ g_s)
-    def step(self, g): # dL/d(output)
+        return y - self.lr * ((f @ f_s.mT + (self.bias is not None)) @ g_s)
+
+    def step(self, g):  # dL/d(output)
         "One SGD step; returns dL/d(input) at the weights before it."
         with self._mode():
             df = g @ self.weight
-            if self.terms: df = df - self.lr*((g @ self.terms[1].mT) @ self.terms[0])
+            if self.terms:
+                df = df - self.lr * ((g @ self.terms[1].mT) @ self.terms[0])
             self._add(*(t.reshape(-1, t.shape[-1]) for t in self._constant([self.f, g])))
         return df
+
     def weights(self) -> dict:
         "The fast weights, written out."
         f_s, g_s = self.terms
-        w = {"weight": self.weight - self.lr*g_s.mT @ f_s}
-        return w if self.bias is None else {**w, "bias": self.bias - self.lr*g_s.sum(0)}
+        w = {"weight": self.weight - self.lr * g_s.mT @ f_s}
+        return w if self.bias is None else {**w, "bias": self.bias - self.lr * g_s.sum(0)}
 
 # %% ../nbs/11_fastweights.ipynb #06ed75bb
 def forward_terms(aim, lr, terms, x, q, ranks):
@@ -214,76 +250,99 @@ def forward_terms(aim, lr, terms, x, q, ranks):
     k, gram = aim.keys(x), None
     if terms:
         gram = x @ terms[0].mT
-        k = k - lr*((gram if aim.b_K is None else gram + 1) @ terms[3])
+        k = k - lr * ((gram if aim.b_K is None else gram + 1) @ terms[3])
     a = aim.scores(k, q)
     mask = aim.choose(a.detach(), ranks)
     y = mix(x, aim.W_M, a, mask)
-    if terms: y = y - lr*(((a*mask) @ terms[1].mT*gram) @ terms[2])
+    if terms:
+        y = y - lr * (((a * mask) @ terms[1].mT * gram) @ terms[2])
     return k, a, mask, y, gram
 
 # %% ../nbs/11_fastweights.ipynb #ca76b23e
 def step_terms(aim, lr, terms, x, q, k, a, mask, y, gram, g):
     "The table's gradients for g = dL/dout: dL/dz, the new terms (z, w, g, dk), and dq."
-    if aim.gate == "raw": g = normalise_grad(y, g)
-    w = a*mask
+    if aim.gate == "raw":
+        g = normalise_grad(y, g)
+    w = a * mask
     dz, da = mix_grads(x, aim.W_M, a, g, mask)
     if terms:
         z_s, w_s, g_s, dk_s = terms
         gg = g @ g_s.mT
-        dz, da = dz - lr*((w @ w_s.mT*gg) @ z_s), (da - lr*((gram*gg) @ w_s))*mask
-    ds = (da*a*(1 - a) if aim.gate == "sigmoid" else da)/math.sqrt(aim.d_k)
+        dz, da = dz - lr * ((w @ w_s.mT * gg) @ z_s), (da - lr * ((gram * gg) @ w_s)) * mask
+    ds = (da * a * (1 - a) if aim.gate == "sigmoid" else da) / math.sqrt(aim.d_k)
     dk, dq = ds @ q, ds.mT @ k
     dz = dz + dk @ aim.W_K.mT
-    if terms: dz = dz - lr*((dk @ dk_s.mT) @ z_s)
+    if terms:
+        dz = dz - lr * ((dk @ dk_s.mT) @ z_s)
     return dz, (x, w, g, dk), dq
 
 # %% ../nbs/11_fastweights.ipynb #7b4fc0a7
 def state_step(W_Q, lr, A, h, u, ids, H, U):
     "The states h of the active mechanisms A after a step with query gradients u, their queries, and the longer lists."
-    dh = (W_Q*u[:, None]).sum(-1)
-    if len(ids): dh = dh - lr*((U @ u.mT)*(ids[:, None] == A)).mT @ H
+    dh = (W_Q * u[:, None]).sum(-1)
+    if len(ids):
+        dh = dh - lr * ((U @ u.mT) * (ids[:, None] == A)).mT @ H
     ids, H, U = (torch.cat(t) for t in ((ids, A), (H, h), (U, u)))
-    h = h - lr*dh
-    q = torch.bmm(h[:, None], W_Q)[:, 0] - lr*((H @ h.mT)*(ids[:, None] == A)).mT @ U
+    h = h - lr * dh
+    q = torch.bmm(h[:, None], W_Q)[:, 0] - lr * ((H @ h.mT) * (ids[:, None] == A)).mT @ U
     return h, q, (ids, H, U)
 
 # %% ../nbs/11_fastweights.ipynb #a012cc3c
 class FastAIM(Fast):
     "AIM as slow weights and rank-one terms: idle mechanisms are never touched."
-    def __init__(self,
-        aim,           # slow; never changed
-        lr,            # nu_in
-        order="first", # second keeps the inner loop's graph
+
+    def __init__(
+        self,
+        aim,  # slow; never changed
+        lr,  # nu_in
+        order="first",  # second keeps the inner loop's graph
     ):
         super().__init__(lr, order)
         self.aim, self.h = aim, aim.h if order == "second" else aim.h.detach()
         self.uses = torch.empty(0, dtype=torch.long, device=aim.h.device), self.h[:0], aim.W_Q[:0, 0].detach()
-        with torch.no_grad(): self.q = aim.queries()
+        with torch.no_grad():
+            self.q = aim.queries()
+
     def queries(self):
         "The queries at the fast weights; differentiable in the slow ones when grad mode is on."
-        if not torch.is_grad_enabled(): return self.q
+        if not torch.is_grad_enabled():
+            return self.q
         ids, H, U = self.uses
-        h = self.aim.h + (self.h - self.aim.h).detach() if self.order == "first" else self.h    # the value of the fast h with the derivative of the slow one
+        h = (
+            self.aim.h + (self.h - self.aim.h).detach() if self.order == "first" else self.h
+        )  # the value of the fast h with the derivative of the slow one
         q = torch.bmm(h[:, None], self.aim.W_Q)[:, 0]
-        return q.index_add(0, ids, (h[ids]*H).sum(-1, keepdim=True)*U, alpha=-self.lr)
-    def __call__(self, z, ranks=None): # (B, D) or (D,)
+        return q.index_add(0, ids, (h[ids] * H).sum(-1, keepdim=True) * U, alpha=-self.lr)
+
+    def __call__(self, z, ranks=None):  # (B, D) or (D,)
         x, q = z.reshape(-1, z.shape[-1]), self.queries()
         k, a, mask, y, gram = forward_terms(self.aim, self.lr, self.terms, x, q, ranks)
         self.last = x, q, k, a, mask, y, gram
         return (unit(y)[0] if self.aim.gate == "raw" else y).reshape(*z.shape[:-1], self.aim.d_out)
-    def step(self, g): # dL/d(output)
+
+    def step(self, g):  # dL/d(output)
         "One SGD step on all of AIM's parameters; returns dL/dz at the weights before it."
         with self._mode():
-            dz, terms, dq = step_terms(self.aim, self.lr, self.terms, *self._constant(self.last), *self._constant([g.reshape(-1, g.shape[-1])]))
+            dz, terms, dq = step_terms(
+                self.aim, self.lr, self.terms, *self._constant(self.last), *self._constant([g.reshape(-1, g.shape[-1])])
+            )
             A = self.last[4].any(0).nonzero()[:, 0]
-            h, q, self.uses = state_step(self.aim.W_Q.index_select(0, A), self.lr, A, self.h.index_select(0, A), dq.index_select(0, A), *self.uses)
+            h, q, self.uses = state_step(
+                self.aim.W_Q.index_select(0, A),
+                self.lr,
+                A,
+                self.h.index_select(0, A),
+                dq.index_select(0, A),
+                *self.uses,
+            )
             self.h, self.q = self.h.index_copy(0, A, h), self.q.index_copy(0, A, q.detach())
             self._add(*terms)
         return dz.reshape(*g.shape[:-1], self.aim.d_in)
+
     def weights(self) -> dict:
         "The fast weights, written out."
         aim, (z, w, g, dk), (ids, H, U) = self.aim, self.terms, self.uses
-        W_Q = aim.W_Q.index_add(0, ids, H[:, :, None]*U[:, None], alpha=-self.lr)
-        W_M = aim.W_M - self.lr*torch.einsum("sm,sd,sv->mdv", w, z, g)
-        out = dict(h=self.h, W_Q=W_Q, W_K=aim.W_K - self.lr*z.mT @ dk, W_M=W_M)
-        return out if aim.b_K is None else {**out, "b_K": aim.b_K - self.lr*dk.sum(0)}
+        W_Q = aim.W_Q.index_add(0, ids, H[:, :, None] * U[:, None], alpha=-self.lr)
+        W_M = aim.W_M - self.lr * torch.einsum("sm,sd,sv->mdv", w, z, g)
+        out = dict(h=self.h, W_Q=W_Q, W_K=aim.W_K - self.lr * z.mT @ dk, W_M=W_M)
+        return out if aim.b_K is None else {**out, "b_K": aim.b_K - self.lr * dk.sum(0)}

@@ -9,10 +9,43 @@ from typing import NamedTuple
 import numpy as np
 from . import activation, sweep, viz
 from .core import PAPER_LONG, content_key, project_root
-from .paper import FINE_RATES, Seeds, band_place, bands, budget_note, claim_verdict, claims, hyper, in_band, paper_cells, paper_labels, paper_table, paper_value, plain_method, plain_variant, reached, seed_summary
+from aim_nb.paper import (
+    FINE_RATES,
+    Seeds,
+    band_place,
+    bands,
+    budget_note,
+    claim_verdict,
+    claims,
+    hyper,
+    in_band,
+    paper_cells,
+    paper_labels,
+    paper_table,
+    paper_value,
+    plain_method,
+    plain_variant,
+    reached,
+    seed_summary,
+)
 from .reading import EpisodeScores, asked, difference_se
 from .records import IDENTITY, field, read_records, record_name
-from .tables import METHODS, ablation_table, common_training, continual_curve, continual_table, fewshot_table, meta_test, method_label, moved_switches, present, table_csv, table_markdown, training_of, variant
+from aim_nb.tables import (
+    METHODS,
+    ablation_table,
+    common_training,
+    continual_curve,
+    continual_table,
+    fewshot_table,
+    meta_test,
+    method_label,
+    moved_switches,
+    present,
+    table_csv,
+    table_markdown,
+    training_of,
+    variant,
+)
 
 # %% auto #0
 __all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'COUNTS', 'OVER', 'HELD', 'NOT_HELD', 'MIXED', 'UNTESTED',
@@ -30,56 +63,101 @@ __all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'PAPERS_OWN', 'COUNTS'
 # %% ../nbs/18_findings.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
     "Mean of some runs and its 95 % half width."
-    return float(np.mean(a)), 1.96*float(np.std(a, ddof=1))/math.sqrt(len(a)) if len(a) > 1 else 0.
+    return float(np.mean(a)), 1.96 * float(np.std(a, ddof=1)) / math.sqrt(len(a)) if len(a) > 1 else 0.0
+
 
 def _at_n(rec) -> list:
     "A continual record's values at each number of classes."
-    c, same = continual_curve(rec), rec["dataset"] == "omniglot" and rec["protocol"]["protocol"] == "release"     # there the test images are those learnt from: no gap to speak of
-    return [(dict(n_classes=int(n)), dict(accuracy=_mean(test), above_chance=_mean(test - 100/n)) | ({} if same else dict(gap=_mean(train - test))))
-            for n, test, train in zip(c["n"], c["test"].T, c["train"].T)]
+    c, same = (
+        continual_curve(rec),
+        rec["dataset"] == "omniglot" and rec["protocol"]["protocol"] == "release",
+    )  # there the test images are those learnt from: no gap to speak of
+    return [
+        (
+            dict(n_classes=int(n)),
+            dict(accuracy=_mean(test), above_chance=_mean(test - 100 / n))
+            | ({} if same else dict(gap=_mean(train - test))),
+        )
+        for n, test, train in zip(c["n"], c["test"].T, c["train"].T)
+    ]
+
 
 def _uses(m) -> dict:
     "An activation record's values; changes are against step 0."
-    out = {k: (m[k], 0.) for k in ("use_entropy", "shared_mechanisms", "sparse_mechanisms", "attention_roughness") if k in m}
-    return out | {f"{k}_change": (m[k] - m[f"{k}_start"], 0.) for k in ("use_entropy", "attention_gap") if k in m}
+    out = {
+        k: (m[k], 0.0)
+        for k in ("use_entropy", "shared_mechanisms", "sparse_mechanisms", "attention_roughness")
+        if k in m
+    }
+    return out | {f"{k}_change": (m[k] - m[f"{k}_start"], 0.0) for k in ("use_entropy", "attention_gap") if k in m}
+
 
 def measured(rec) -> list:
     "(further coordinates, {metric: (value, 95 % half width)}) of a record."
-    if rec["task"] == "continual": return _at_n(rec)
-    if rec["task"] == "activation": return [({}, _uses(rec["metrics"]))]
-    return [({}, dict(accuracy=(rec["metrics"]["accuracy"], rec["metrics"]["ci95"])))] if rec["task"] == "fewshot" else []
+    if rec["task"] == "continual":
+        return _at_n(rec)
+    if rec["task"] == "activation":
+        return [({}, _uses(rec["metrics"]))]
+    return (
+        [({}, dict(accuracy=(rec["metrics"]["accuracy"], rec["metrics"]["ci95"])))] if rec["task"] == "fewshot" else []
+    )
 
 # %% ../nbs/18_findings.ipynb #a983b9e1
 class Point(NamedTuple):
     "The seeds of one question."
-    where: dict  # task, dataset, method, budget, steps, width, other, and backbone, n_shot, n_classes, K, l, decision where they apply
-    values: dict # metric -> Seeds
-    keys: list   # of the records
-    asked: EpisodeScores|None = None # the test episodes of a few-shot point, where its records keep what each came to
 
-EFFORT = ("runs", "rates", "rate_runs")      # of a meta-test: moves the noise of a point, not what it measures
+    where: dict  # task, dataset, method, budget, steps, width, other, and backbone, n_shot, n_classes, K, l, decision where they apply
+    values: dict  # metric -> Seeds
+    keys: list  # of the records
+    asked: EpisodeScores | None = (
+        None  # the test episodes of a few-shot point, where its records keep what each came to
+    )
+
+
+EFFORT = ("runs", "rates", "rate_runs")  # of a meta-test: moves the noise of a point, not what it measures
+
 
 def fine(budget) -> bool:
     "Whether a meta-test had the release's rates to choose from, which lie close together, and not a few far apart."
     return budget["task"] == "continual" and budget["rates"] >= FINE_RATES
 
+
 def training_plan(budget) -> str:
     "What two trainings must have in common to be compared, as a key."
-    free = (*EFFORT, "classes") if budget["task"] == "continual" else ()      # few-shot: `classes` is the data itself
+    free = (*EFFORT, "classes") if budget["task"] == "continual" else ()  # few-shot: `classes` is the data itself
     return content_key([fine(budget), {k: v for k, v in budget.items() if k not in free}], 6)
+
 
 def coordinates(rec) -> dict:
     "What a record is a measurement of, but for the seed."
     q, known = rec["parameters"], ("K", "l", "decision")
-    own = {k: q[k] for k in ("backbone", "n_shot", "K", "l") if k in q} | ({"decision": rec["protocol"]["decision"]} if "K" in q else {})
-    other = variant(rec, known) if rec["task"] in ("fewshot", "continual") else ", ".join(f"{k}={v}" for k, v in moved_switches(rec).items())
-    if q.get("masks_of") == "slow" and "sib" in rec["method"]: other += "slow weights"
-    return own | dict(task=rec["task"], dataset=rec["dataset"], method=rec["method"], budget=rec["budget"]["name"], steps=rec["budget"]["steps"], other=other,
-                      data=rec["data_sha"], plan=training_plan(rec["budget"]), width=rec["budget"]["width"])
+    own = {k: q[k] for k in ("backbone", "n_shot", "K", "l") if k in q} | (
+        {"decision": rec["protocol"]["decision"]} if "K" in q else {}
+    )
+    other = (
+        variant(rec, known)
+        if rec["task"] in ("fewshot", "continual")
+        else ", ".join(f"{k}={v}" for k, v in moved_switches(rec).items())
+    )
+    if q.get("masks_of") == "slow" and "sib" in rec["method"]:
+        other += "slow weights"
+    return own | dict(
+        task=rec["task"],
+        dataset=rec["dataset"],
+        method=rec["method"],
+        budget=rec["budget"]["name"],
+        steps=rec["budget"]["steps"],
+        other=other,
+        data=rec["data_sha"],
+        plan=training_plan(rec["budget"]),
+        width=rec["budget"]["width"],
+    )
+
 
 def effort(rec) -> tuple:
     "How much a meta-test was worth: runs first, then the search for rates."
     return tuple(rec["budget"][k] for k in EFFORT)
+
 
 def points(records) -> list:
     "Records as points, seeds together; of a seed that was meta-tested several times the test with the most runs."
@@ -88,9 +166,16 @@ def points(records) -> list:
         for extra, values in measured(rec):
             where = coordinates(rec) | extra
             groups.setdefault(content_key(where), (where, {}))[1][rec["seed"]] = (values, rec)
+
     def point(where, seeds):
         all_, recs = ([s[i] for s in seeds.values()] for i in (0, 1))
-        return Point(where, {k: seed_summary(*zip(*(v[k] for v in all_))) for k in all_[0] if all(k in v for v in all_)}, [r["key"] for r in recs], asked(recs) if where["task"] == "fewshot" else None)
+        return Point(
+            where,
+            {k: seed_summary(*zip(*(v[k] for v in all_))) for k in all_[0] if all(k in v for v in all_)},
+            [r["key"] for r in recs],
+            asked(recs) if where["task"] == "fewshot" else None,
+        )
+
     return [point(*g) for g in groups.values()]
 
 # %% ../nbs/18_findings.ipynb #4a8a1756
@@ -99,21 +184,30 @@ def paper_points() -> list:
     fixed = {"few-shot": dict(task="fewshot"), "continualz": dict(task="continual")}
     out = []
     for c in paper_cells():
-        where = dict(task="fewshot", method="sib+aim", K=8, l=0, decision="hard") | fixed.get(c["table"], {}) | {k: v for k, v in c.items() if k not in ("accuracy", "ci", "printed_gain", "transductive", "literature")}
-        if c["table"] in fixed: where = {k: v for k, v in where.items() if k not in ("K", "l", "decision") or c.get("method") == "sib+aim"}
-        if c["table"] == "few-shot" and c["method"] == "sib+aim": where |= dict(l=2)
-        values = dict(accuracy=Seeds(c["accuracy"], (c.get("ci") or 0)/1.96, None, 1))
-        if "n_classes" in c: values["above_chance"] = Seeds(c["accuracy"] - 100/c["n_classes"], 0., None, 1)
+        where = (
+            dict(task="fewshot", method="sib+aim", K=8, l=0, decision="hard")
+            | fixed.get(c["table"], {})
+            | {k: v for k, v in c.items() if k not in ("accuracy", "ci", "printed_gain", "transductive", "literature")}
+        )
+        if c["table"] in fixed:
+            where = {k: v for k, v in where.items() if k not in ("K", "l", "decision") or c.get("method") == "sib+aim"}
+        if c["table"] == "few-shot" and c["method"] == "sib+aim":
+            where |= dict(l=2)
+        values = dict(accuracy=Seeds(c["accuracy"], (c.get("ci") or 0) / 1.96, None, 1))
+        if "n_classes" in c:
+            values["above_chance"] = Seeds(c["accuracy"] - 100 / c["n_classes"], 0.0, None, 1)
         out.append(Point(where | dict(budget="", steps=0, other=""), values, []))
     return out
 
 # %% ../nbs/18_findings.ipynb #45a76988
 class Pair(NamedTuple):
     "A claim's measurement: metric of `a`, minus that of `b` where there is one."
+
     metric: str
     a: dict
     b: dict | None = None
-    table: str = ""      # of the paper, where the same setting stands in two
+    table: str = ""  # of the paper, where the same setting stands in two
+
 
 AIM = dict(method="sib+aim", K=8, decision="hard")
 MEASURES = {
@@ -123,14 +217,32 @@ MEASURES = {
     "few-mechanisms-suffice": [Pair("accuracy", AIM | dict(K=32, l=0), AIM | dict(l=0), "active_mech")],
     "some-chance-helps": [Pair("accuracy", AIM | dict(l=2), AIM | dict(l=0), "sto_count")],
     "much-chance-hurts": [Pair("accuracy", AIM | dict(l=24), AIM | dict(l=2), "sto_count")],
-    "hard-wins-conv": [Pair("accuracy", AIM | dict(l=0, backbone="conv4"), AIM | dict(l=0, decision="soft", backbone="conv4"), "soft_hard")],
-    "soft-wins-wrn": [Pair("accuracy", AIM | dict(l=0, decision="soft", backbone="wrn-28-10"), AIM | dict(l=0, backbone="wrn-28-10"), "soft_hard")],
+    "hard-wins-conv": [
+        Pair(
+            "accuracy",
+            AIM | dict(l=0, backbone="conv4"),
+            AIM | dict(l=0, decision="soft", backbone="conv4"),
+            "soft_hard",
+        )
+    ],
+    "soft-wins-wrn": [
+        Pair(
+            "accuracy",
+            AIM | dict(l=0, decision="soft", backbone="wrn-28-10"),
+            AIM | dict(l=0, backbone="wrn-28-10"),
+            "soft_hard",
+        )
+    ],
     "aim-beats-oml": [Pair("accuracy", dict(method="oml+aim"), dict(method="oml"))],
     "aim-beats-anml": [Pair("accuracy", dict(method="anml+aim"), dict(method="anml"))],
     "aim-beats-oml-linear": [Pair("accuracy", dict(method="oml+aim"), dict(method="oml+linear"))],
     "linear-is-at-chance": [Pair("above_chance", dict(method="oml+linear"))],
     "small-generalisation-gap": [Pair("gap", dict(method=f"{m}+aim"), dict(method=m)) for m in ("oml", "anml")],
-    "omniglot-is-sparser": [Pair("use_entropy", dict(dataset="omniglot", method=f"{m}+aim"), dict(dataset=d, method=f"{m}+aim")) for m in ("oml", "anml") for d in ("cifar100", "mini-imagenet")],
+    "omniglot-is-sparser": [
+        Pair("use_entropy", dict(dataset="omniglot", method=f"{m}+aim"), dict(dataset=d, method=f"{m}+aim"))
+        for m in ("oml", "anml")
+        for d in ("cifar100", "mini-imagenet")
+    ],
     "shared-mechanisms": [Pair("shared_mechanisms", {})],
     "sparse-mechanisms": [Pair("sparse_mechanisms", {})],
     "use-becomes-sparse": [Pair("use_entropy_change", {})],
@@ -140,35 +252,79 @@ MEASURES = {
 }
 
 # %% ../nbs/18_findings.ipynb #54ec13fd
-_NAMED = ("dataset", "method", "backbone", "n_shot", "n_classes", "K", "l", "decision", "task", "budget", "steps", "table", "data", "plan")
+_NAMED = (
+    "dataset",
+    "method",
+    "backbone",
+    "n_shot",
+    "n_classes",
+    "K",
+    "l",
+    "decision",
+    "task",
+    "budget",
+    "steps",
+    "table",
+    "data",
+    "plan",
+)
 
-def fits(point, where) -> bool: return all(point.where.get(k) == v for k, v in where.items())
+
+def fits(point, where) -> bool:
+    return all(point.where.get(k) == v for k, v in where.items())
+
 
 def partner(point, pair, all_):
     "The point to compare `point` with, or None."
     free = {*pair.a, *pair.b} | ({"K", "l", "decision"} if pair.a.get("method") != pair.b.get("method") else set())
-    if "dataset" in free: free |= {"data", "plan"}
+    if "dataset" in free:
+        free |= {"data", "plan"}
     same = {k: point.where[k] for k in _NAMED if k in point.where and k not in free}
-    found = [q for q in all_ if fits(q, same | pair.b) and pair.metric in q.values and q.where["other"] in (point.where["other"], plain_variant(point.where["other"]))]
-    return next((q for q in sorted(found, key=lambda q: q.where["other"] != point.where["other"]) if q is not point), None)
+    found = [
+        q
+        for q in all_
+        if fits(q, same | pair.b)
+        and pair.metric in q.values
+        and q.where["other"] in (point.where["other"], plain_variant(point.where["other"]))
+    ]
+    return next(
+        (q for q in sorted(found, key=lambda q: q.where["other"] != point.where["other"]) if q is not point), None
+    )
+
 
 def se_of(s) -> float:
     "Standard error of a point's mean: of its tests, and of its seeds where there are several."
-    return math.sqrt(s.se**2 + ((s.sd or 0)**2)/s.n)
+    return math.sqrt(s.se**2 + ((s.sd or 0) ** 2) / s.n)
+
 
 def _worse(p, q) -> bool:
     "Whether `p` is clearly less accurate than `q`."
     a, b = (x.values["accuracy"] for x in (p, q))
-    return a.mean + 1.96*math.hypot(se_of(a), se_of(b)) < b.mean
+    return a.mean + 1.96 * math.hypot(se_of(a), se_of(b)) < b.mean
+
 
 def differences(pair, all_) -> list:
     "(point, value, standard error, fewest seeds) for every setting in which the claim can be measured."
     out = []
-    for p in (p for p in all_ if fits(p, pair.a) and pair.metric in p.values and (not pair.table or p.where.get("table", pair.table) == pair.table)):
+    for p in (
+        p
+        for p in all_
+        if fits(p, pair.a)
+        and pair.metric in p.values
+        and (not pair.table or p.where.get("table", pair.table) == pair.table)
+    ):
         q = partner(p, pair, all_) if pair.b else None
-        if pair.b and q is None or pair.metric == "gap" and _worse(p, q): continue
+        if pair.b and q is None or pair.metric == "gap" and _worse(p, q):
+            continue
         sides = [x.values[pair.metric] for x in (p, q) if x]
-        out.append((p, sides[0].mean - (sides[1].mean if q else 0.), difference_se(*sides, p.asked, q.asked) if q else se_of(*sides), min(s.n for s in sides)))
+        out.append(
+            (
+                p,
+                sides[0].mean - (sides[1].mean if q else 0.0),
+                difference_se(*sides, p.asked, q.asked) if q else se_of(*sides),
+                min(s.n for s in sides),
+            )
+        )
     return out
 
 # %% ../nbs/18_findings.ipynb #b220a7af
@@ -177,61 +333,135 @@ def omniglot_gains(all_) -> list:
     gains = [d for d in differences(MEASURES["aim-beats-oml"][0], all_) if d[0].where["n_classes"] == 10]
     omniglot = [d for d in gains if d[0].where["dataset"] == "omniglot"]
     same = lambda p, q: all(p.where[k] == q.where[k] for k in ("budget", "steps", "other"))
-    return [(q, a - b, math.hypot(s, t), min(n, k)) for p, a, s, n in omniglot for q, b, t, k in gains if q.where["dataset"] != "omniglot" and same(p, q)]
+    return [
+        (q, a - b, math.hypot(s, t), min(n, k))
+        for p, a, s, n in omniglot
+        for q, b, t, k in gains
+        if q.where["dataset"] != "omniglot" and same(p, q)
+    ]
+
 
 def claim_values(id, all_) -> list:
     "Every measurement of a claim."
-    return omniglot_gains(all_) if id == "omniglot-gains-most" else [d for pair in MEASURES[id] for d in differences(pair, all_)]
+    return (
+        omniglot_gains(all_)
+        if id == "omniglot-gains-most"
+        else [d for pair in MEASURES[id] for d in differences(pair, all_)]
+    )
 
 # %% ../nbs/18_findings.ipynb #7f82aa13
 def setting(where) -> str:
     "A point's coordinates in words."
-    parts = [where["dataset"], where.get("backbone"), where.get("n_shot") and f"{where['n_shot']}-shot", where.get("n_classes") and f"{where['n_classes']} classes",
-             method_label(where["method"]) if where["task"] != "fewshot" else None, where["other"]]
+    parts = [
+        where["dataset"],
+        where.get("backbone"),
+        where.get("n_shot") and f"{where['n_shot']}-shot",
+        where.get("n_classes") and f"{where['n_classes']} classes",
+        method_label(where["method"]) if where["task"] != "fewshot" else None,
+        where["other"],
+    ]
     return ", ".join(str(p) for p in parts if p)
+
 
 def in_order(point) -> tuple:
     "A key to sort points by."
-    return tuple(point.where.get(k) or ("" if k in ("dataset", "backbone", "method", "other") else 0) for k in ("dataset", "backbone", "n_shot", "method", "other", "n_classes", "steps"))
+    return tuple(
+        point.where.get(k) or ("" if k in ("dataset", "backbone", "method", "other") else 0)
+        for k in ("dataset", "backbone", "n_shot", "method", "other", "n_classes", "steps")
+    )
+
 
 def _judged(claim, value, se, seeds, budget) -> str:
     "The verdict on one measurement."
-    if budget == "smoke": return "smoke only"
+    if budget == "smoke":
+        return "smoke only"
     holds = value > claim["bound"] if claim["relation"] == ">" else value < claim["bound"]
-    tie = value == claim["bound"] and all(pair.b for pair in MEASURES.get(claim["id"], ()))      # no difference at all between two runs; a count of none is none
-    word = "undecided" if tie else claim_verdict(value, se, claim["relation"], claim["bound"]) if se else "supported" if holds else "contradicted"
-    notes = ", ".join(filter(None, ("one seed" if seeds == 1 else "", "" if se else "no interval", budget_note(budget))))
+    tie = value == claim["bound"] and all(
+        pair.b for pair in MEASURES.get(claim["id"], ())
+    )  # no difference at all between two runs; a count of none is none
+    word = (
+        "undecided"
+        if tie
+        else claim_verdict(value, se, claim["relation"], claim["bound"])
+        if se
+        else "supported"
+        if holds
+        else "contradicted"
+    )
+    notes = ", ".join(
+        filter(None, ("one seed" if seeds == 1 else "", "" if se else "no interval", budget_note(budget)))
+    )
     return word + ("" if budget in PAPER_LONG else " so far") + (f" ({notes})" if notes else "")
 
+
 def claim_rows(
-    records,   # kept ones
+    records,  # kept ones
     ids=None,  # some claims only
 ) -> list:
     "A row a claim and setting: value, half width, the paper's own value, verdict; claims that nothing measures have one row."
     mine, theirs, out = sorted(points(records), key=in_order), paper_points(), []
     for c in (c for c in claims() if ids is None or c["id"] in ids):
         paper = {setting(p.where): v for p, v, _, _ in claim_values(c["id"], theirs)}
-        rows = [dict(id=c["id"], text=c["text"], section=c["section"], setting=setting(p.where), where=p.where, budget=p.where["budget"], steps=p.where["steps"], value=v, ci=1.96*se,
-                     paper=paper.get(setting(p.where)), verdict=_judged(c, v, se, n, p.where["budget"])) for p, v, se, n in claim_values(c["id"], mine)]
-        out += rows or [dict(id=c["id"], text=c["text"], section=c["section"], setting="", where={}, budget="", steps=0, value=None, ci=None, paper=None, verdict="not measured")]
+        rows = [
+            dict(
+                id=c["id"],
+                text=c["text"],
+                section=c["section"],
+                setting=setting(p.where),
+                where=p.where,
+                budget=p.where["budget"],
+                steps=p.where["steps"],
+                value=v,
+                ci=1.96 * se,
+                paper=paper.get(setting(p.where)),
+                verdict=_judged(c, v, se, n, p.where["budget"]),
+            )
+            for p, v, se, n in claim_values(c["id"], mine)
+        ]
+        out += rows or [
+            dict(
+                id=c["id"],
+                text=c["text"],
+                section=c["section"],
+                setting="",
+                where={},
+                budget="",
+                steps=0,
+                value=None,
+                ci=None,
+                paper=None,
+                verdict="not measured",
+            )
+        ]
     return out
 
 # %% ../nbs/18_findings.ipynb #07016570
 def _value(r) -> str:
     "A value with its interval: counts without a sign, small ones (gaps, roughness) with more digits."
-    if r["id"] in ("shared-mechanisms", "sparse-mechanisms"): return f"{r['value']:.0f}"
-    text = f"{r['value']:+.{2 if not r['value'] or abs(r['value']) >= .1 else 4}f}" + (f" ± {r['ci']:.2f}" if r["ci"] else "")
+    if r["id"] in ("shared-mechanisms", "sparse-mechanisms"):
+        return f"{r['value']:.0f}"
+    text = f"{r['value']:+.{2 if not r['value'] or abs(r['value']) >= 0.1 else 4}f}" + (
+        f" ± {r['ci']:.2f}" if r["ci"] else ""
+    )
     return f"{r['where']['n_classes']}: {text}" if "n_classes" in r["where"] else text
+
 
 def _by_budget(items, budget) -> list:
     "A list for each budget that `budget(item)` names, the paper's own first."
     return [[t for t in items if budget(t) == b] for b in sorted(set(map(budget, items)))]
 
+
 def longest(rows) -> list:
     "Rows of one setting together, at its longest training: a list for each, and for each budget of that length."
     groups = {}
-    for r in rows: groups.setdefault((r["id"], setting({**r["where"], "n_classes": None}) if r["where"] else ""), []).append(r)
-    return [same for g in groups.values() for same in _by_budget([r for r in g if r["steps"] == max(r["steps"] for r in g)], lambda r: r["budget"])]
+    for r in rows:
+        groups.setdefault((r["id"], setting({**r["where"], "n_classes": None}) if r["where"] else ""), []).append(r)
+    return [
+        same
+        for g in groups.values()
+        for same in _by_budget([r for r in g if r["steps"] == max(r["steps"] for r in g)], lambda r: r["budget"])
+    ]
+
 
 def _span(id) -> str:
     "The paper's own values of a claim."
@@ -242,49 +472,75 @@ def _span(id) -> str:
 def _claim_line(rows, first) -> str:
     "A line of the table of claims, for the rows of one setting."
     r, shown = rows[0], sorted(rows, key=lambda r: r["where"].get("n_classes", 0))
-    if len(shown) > 3: shown = [shown[0], shown[len(shown)//2], shown[-1]]
+    if len(shown) > 3:
+        shown = [shown[0], shown[len(shown) // 2], shown[-1]]
     words = [x["verdict"] for x in rows]
     said = ", ".join(w if len(rows) == 1 else f"{words.count(w)} {w}" for w in dict.fromkeys(words))
-    theirs = ", ".join("–" if x["paper"] is None else f"{x['paper']:+.2f}" for x in shown) if any(x["paper"] is not None for x in shown) else "–"
+    theirs = (
+        ", ".join("–" if x["paper"] is None else f"{x['paper']:+.2f}" for x in shown)
+        if any(x["paper"] is not None for x in shown)
+        else "–"
+    )
     where = f"{setting({**r['where'], 'n_classes': None})}; {r['budget']}, {r['steps']:,} steps" if r["where"] else "–"
     ours, theirs = (", ".join(map(_value, shown)), theirs) if r["where"] else ("–", _span(r["id"]))
     bound = next(c["bound"] for c in claims() if c["id"] == r["id"])
     return f"| {r['text'] + ' (' + r['section'] + (f'; bound {bound:+g}' if bound else '') + ')' if first else ''} | {where} | {ours} | {theirs} | {said} |"
 
+
 def claims_markdown(
-    rows, # of `claim_rows`
+    rows,  # of `claim_rows`
 ) -> str:
     "Claims as a Markdown table: a line a setting, the claim's text before its first."
     seen, lines = set(), []
     for group in longest(rows):
-        lines.append(_claim_line(group, group[0]["id"] not in seen)); seen.add(group[0]["id"])
+        lines.append(_claim_line(group, group[0]["id"] not in seen))
+        seen.add(group[0]["id"])
     return "| Claim | Setting | Ours | Paper | Verdict |\n|---|---|---|---|---|\n" + "\n".join(lines)
 
 # %% ../nbs/18_findings.ipynb #520ac003
 FEWSHOT_TABLES = ("few-shot", "soft_hard", "sto_count", "active_mech")
-PAPERS_OWN = ("", "metatest_update=fast")      # the paper's setting; with AIM all fast weights may move at meta-test
-COUNTS = {"metatest_update=fast", "checkpoint=last"} # a cell may also be measured at the end of training, without a choice by validation
+PAPERS_OWN = ("", "metatest_update=fast")  # the paper's setting; with AIM all fast weights may move at meta-test
+COUNTS = {
+    "metatest_update=fast",
+    "checkpoint=last",
+}  # a cell may also be measured at the end of training, without a choice by validation
 
-def _counts(variant) -> bool: return set(filter(None, variant.split(", "))) <= COUNTS
+
+def _counts(variant) -> bool:
+    return set(filter(None, variant.split(", "))) <= COUNTS
+
 
 def blocks(table, records) -> list:
     "What a table is divided into: (dataset, backbone), or (dataset,); the paper's blocks first."
     keys = ("dataset", "backbone") if table in FEWSHOT_TABLES else ("dataset",)
     task = "fewshot" if table in FEWSHOT_TABLES else "continual"
     theirs = [tuple(r[k] for k in keys) for r in paper_table(table) if not r.get("literature")]
-    ours = sorted({tuple(r["dataset"] if k == "dataset" else r["parameters"][k] for k in keys) for r in records if r["task"] == task})
+    ours = sorted(
+        {
+            tuple(r["dataset"] if k == "dataset" else r["parameters"][k] for k in keys)
+            for r in records
+            if r["task"] == task
+        }
+    )
     return list(dict.fromkeys([*theirs, *ours]))
+
 
 def frame(table, block, records):
     "The comparison table of one block."
-    if table == "few-shot": return fewshot_table(records, *block)
+    if table == "few-shot":
+        return fewshot_table(records, *block)
     return continual_table(records, *block) if table == "continualz" else ablation_table(records, table, *block)
 
 # %% ../nbs/18_findings.ipynb #c63d4874
 def rows_of(table, records) -> list:
     "The rows of all blocks of a table as dicts."
     keys = ("dataset", "backbone")
-    return [dict(zip(keys, b)) | {k: None if v != v else v for k, v in r.items()} for b in blocks(table, records) for r in frame(table, b, records).to_dict("records")]
+    return [
+        dict(zip(keys, b)) | {k: None if v != v else v for k, v in r.items()}
+        for b in blocks(table, records)
+        for r in frame(table, b, records).to_dict("records")
+    ]
+
 
 def cell_rows(records) -> list:
     "Every row of every table, with `table` and `covered`."
@@ -292,22 +548,48 @@ def cell_rows(records) -> list:
     out = []
     for table in (*FEWSHOT_TABLES, "continualz"):
         rows = fewshot if table == "few-shot" else rows_of(table, records)
-        plain = [r for r in (rows if table == "continualz" else fewshot) if r["ours"] is not None and _counts(r["variant"])]
-        out += [r | dict(table=table, covered=r["ours"] is not None and r["paper"] is not None and _counts(r["variant"]) and reached(r, plain)) for r in rows]
+        plain = [
+            r for r in (rows if table == "continualz" else fewshot) if r["ours"] is not None and _counts(r["variant"])
+        ]
+        out += [
+            r
+            | dict(
+                table=table,
+                covered=r["ours"] is not None
+                and r["paper"] is not None
+                and _counts(r["variant"])
+                and reached(r, plain),
+            )
+            for r in rows
+        ]
     return out
 
 # %% ../nbs/18_findings.ipynb #097f7428
 def figure_needs(
-    row, # of `paper_labels`
+    row,  # of `paper_labels`
 ) -> list:
     "The points that a figure of the paper is made of, as filters."
     at = [dict(dataset=d) | (dict(backbone=b) if b else {}) for d in row["datasets"] for b in row["backbones"] or [""]]
-    if row["label"] == "fig:activation": return [dict(task="activation", method="sib+aim", dataset="cifar-fs", backbone="conv4"), dict(task="activation", method="oml+aim", dataset="cifar100")]
-    if row["label"] == "fig:latency_comparison": return [dict(task="fewshot", method="sib+aim", decision="hard", n_shot=c["n_shot"], K=c["K"], l=c["l"], **a) for a in at for t in ("sto_count", "active_mech") for c in paper_table(t, **a)]
-    if row["label"] == "fig:benchmark_continual": return [dict(task="continual", method=m, **a) for a in at for m in ("oml", "oml+aim", "anml", "anml+aim")]
-    if row["label"].startswith("fig:attn_weight"): return [dict(task="activation", method="sib+aim", n_shot=n, **a) for a in at for n in (1, 5)]
-    if "cont" in row["label"]: return [dict(task="activation", method=m, **a) for a in at for m in ("oml+aim", "anml+aim")]
+    if row["label"] == "fig:activation":
+        return [
+            dict(task="activation", method="sib+aim", dataset="cifar-fs", backbone="conv4"),
+            dict(task="activation", method="oml+aim", dataset="cifar100"),
+        ]
+    if row["label"] == "fig:latency_comparison":
+        return [
+            dict(task="fewshot", method="sib+aim", decision="hard", n_shot=c["n_shot"], K=c["K"], l=c["l"], **a)
+            for a in at
+            for t in ("sto_count", "active_mech")
+            for c in paper_table(t, **a)
+        ]
+    if row["label"] == "fig:benchmark_continual":
+        return [dict(task="continual", method=m, **a) for a in at for m in ("oml", "oml+aim", "anml", "anml+aim")]
+    if row["label"].startswith("fig:attn_weight"):
+        return [dict(task="activation", method="sib+aim", n_shot=n, **a) for a in at for n in (1, 5)]
+    if "cont" in row["label"]:
+        return [dict(task="activation", method=m, **a) for a in at for m in ("oml+aim", "anml+aim")]
     return [dict(task="activation", method="sib+aim", n_shot=1 if "1shot" in row["label"] else 5, **a) for a in at]
+
 
 def figure_rows(records) -> list:
     "Each figure of the paper in its order: label, parts needed, parts there at each budget."
@@ -318,98 +600,153 @@ def figure_rows(records) -> list:
         out.append(row | dict(needs=len(needs), have=have))
     return out
 
+
 def budgets(records) -> list:
     "The budgets of some records, longest first; `paper` is always named."
-    order = lambda b: (b.split("@")[0] not in PAPER_LONG, b not in PAPER_LONG, b != "quick", -int((b.split("@") + ["0"])[1]), b)
+    order = lambda b: (
+        b.split("@")[0] not in PAPER_LONG,
+        b not in PAPER_LONG,
+        b != "quick",
+        -int((b.split("@") + ["0"])[1]),
+        b,
+    )
     return sorted({"paper"} | {r["budget"]["name"] for r in records}, key=order)
 
 # %% ../nbs/18_findings.ipynb #7f352b0c
 _CELL = ("table", "dataset", "backbone", "method", "n_shot", "n_classes", "K", "l", "decision")
+
 
 def coverage(records) -> list:
     "For each budget: cells that count, cells there are, figures with all their parts, figures there are."
     cells, figures, out = cell_rows(records), figure_rows(records), []
     for b in budgets(records):
         done = {tuple(r.get(k) for k in _CELL) for r in cells if r["covered"] and r["budget"] == b}
-        out.append(dict(budget=b, cells=len(done), of_cells=len(paper_cells()), figures=sum(r["have"][b] == r["needs"] for r in figures), of_figures=len(figures)))
+        out.append(
+            dict(
+                budget=b,
+                cells=len(done),
+                of_cells=len(paper_cells()),
+                figures=sum(r["have"][b] == r["needs"] for r in figures),
+                of_figures=len(figures),
+            )
+        )
     return out
+
 
 def coverage_text(records) -> str:
     "Coverage in words, a line a budget."
-    return "\n".join(f"budget {c['budget']}: {c['cells']} of {c['of_cells']} table cells and {c['figures']} of {c['of_figures']} figures" for c in coverage(records))
+    return "\n".join(
+        f"budget {c['budget']}: {c['cells']} of {c['of_cells']} table cells and {c['figures']} of {c['of_figures']} figures"
+        for c in coverage(records)
+    )
 
 # %% ../nbs/18_findings.ipynb #2f82ec55
 def paper_run(
-    where, # task, dataset, method; backbone, K and l where they apply
+    where,  # task, dataset, method; backbone, K and l where they apply
 ) -> sweep.Run:
     "The run behind a cell at the paper's budget; with AIM all fast weights move at meta-test, as in the paper."
     own = {k: where[k] for k in ("dataset", "method", "backbone", "K", "l") if where.get(k) is not None}
     fast = dict(metatest_update="fast") if where["task"] == "continual" and "aim" in where["method"] else {}
     return sweep.Run(where["task"], own | dict(budget="paper", protocol=fast))
 
+
 def run_hours(where) -> float:
     "Hours of meta-training and testing one seed at the paper's budget, on one core."
-    return sweep.seconds(paper_run(where))/3600
+    return sweep.seconds(paper_run(where)) / 3600
+
 
 def backbone_hours(backbone, dataset) -> float:
     "Hours of pretraining and of computing the features, once for each backbone and dataset, on one core."
-    return sweep.backbone_seconds(paper_run(dict(task="fewshot", dataset=dataset, method="sib", backbone=backbone)))/3600
+    return (
+        sweep.backbone_seconds(paper_run(dict(task="fewshot", dataset=dataset, method="sib", backbone=backbone))) / 3600
+    )
 
 # %% ../nbs/18_findings.ipynb #849207ed
 def _run(row):
     "The training run behind a table row."
     task = "continual" if row["table"] == "continualz" else "fewshot"
-    return dict(task=task, dataset=row["dataset"], method=row.get("method") or "sib+aim") | {k: row[k] for k in ("backbone", "K", "l") if row.get(k) is not None}
+    return dict(task=task, dataset=row["dataset"], method=row.get("method") or "sib+aim") | {
+        k: row[k] for k in ("backbone", "K", "l") if row.get(k) is not None
+    }
+
 
 def missing(records, seeds=3) -> list:
     "Table blocks with cells that do not count at the paper's budget: how many cells, runs and hours."
     groups = {}
     for r in cell_rows(records):
-        if r["paper"] is not None: groups.setdefault((r["table"], r["dataset"], r.get("backbone")), []).append(r)
+        if r["paper"] is not None:
+            groups.setdefault((r["table"], r["dataset"], r.get("backbone")), []).append(r)
     out = []
     for (table, dataset, backbone), rows in groups.items():
         at = lambda r: tuple(r.get(k) for k in _CELL)
         done = {at(r) for r in rows if r["covered"] and r["budget"] in PAPER_LONG}
         left = {at(r): r for r in rows if at(r) not in done}
         runs = {tuple(r.get(k) for k in _CELL if k != "n_classes"): _run(r) for r in left.values()}
-        if left: out.append(dict(table=table, dataset=dataset, backbone=backbone or "", cells=len(left), runs=len(runs)*seeds, hours=seeds*sum(map(run_hours, runs.values())),
-                                 backbone_hours=backbone_hours(backbone, dataset) if backbone else 0.))
+        if left:
+            out.append(
+                dict(
+                    table=table,
+                    dataset=dataset,
+                    backbone=backbone or "",
+                    cells=len(left),
+                    runs=len(runs) * seeds,
+                    hours=seeds * sum(map(run_hours, runs.values())),
+                    backbone_hours=backbone_hours(backbone, dataset) if backbone else 0.0,
+                )
+            )
     return out
 
 # %% ../nbs/18_findings.ipynb #7c131d03
-def figure_hours(row, records) -> tuple: # of `paper_labels`
+def figure_hours(row, records) -> tuple:  # of `paper_labels`
     "For the parts of a figure that no kept record at the paper's budget holds: hours of meta-training, one seed, and of the backbones they stand on."
     mine = points(records)
     lack = [n for n in figure_needs(row) if not any(fits(p, n) and p.where["budget"] in PAPER_LONG for p in mine)]
     runs = [n | dict(task="fewshot" if "sib" in n["method"] else "continual") for n in lack]
-    return sum(map(run_hours, runs)), sum(backbone_hours(*b) for b in {(r["backbone"], r["dataset"]) for r in runs if "backbone" in r})
+    return sum(map(run_hours, runs)), sum(
+        backbone_hours(*b) for b in {(r["backbone"], r["dataset"]) for r in runs if "backbone" in r}
+    )
 
 # %% ../nbs/18_findings.ipynb #942a4577
 @functools.cache
 def _planned() -> dict:
     "Plan -> its runs, of the plans for this reproduction."
-    return {p.stem: sweep.expand(p) for p in sorted((project_root()/"plans").glob("2*.toml"))}
+    return {p.stem: sweep.expand(p) for p in sorted((project_root() / "plans").glob("2*.toml"))}
+
 
 def _asked(identity, small=False) -> str:
     "What a run or a record asks, but for the version of its data; with `small` whatever its meta-test costs."
     asked = {k: identity[k] for k in IDENTITY if k != "data_sha"}
     return content_key(asked | dict(budget=training_plan(asked["budget"])) if small else asked)
 
+
 def unmade(records) -> dict:
     "Plan -> [(run, whether a smaller meta-test of it is kept)] for the planned runs without a record."
     done, small = ({_asked(r, s) for r in records if r["task"] in ("fewshot", "continual")} for s in (False, True))
-    return {plan: [(r, _asked(sweep.question(r), True) in small) for r in runs if _asked(sweep.question(r)) not in done] for plan, runs in _planned().items()}
+    return {
+        plan: [(r, _asked(sweep.question(r), True) in small) for r in runs if _asked(sweep.question(r)) not in done]
+        for plan, runs in _planned().items()
+    }
+
 
 def plan_lines(records) -> list:
     "A line a plan: how many of its runs have no record, and what they cost on one core, backbones counted once."
-    return [f"{plan:<22} {len(left):>3} of {len(_planned()[plan]):>3} runs without a record" + (f": {hours_text(sweep.total_seconds([r for r, _ in left])/3600)}" if left else "") for plan, left in unmade(records).items()]
+    return [
+        f"{plan:<22} {len(left):>3} of {len(_planned()[plan]):>3} runs without a record"
+        + (f": {hours_text(sweep.total_seconds([r for r, _ in left]) / 3600)}" if left else "")
+        for plan, left in unmade(records).items()
+    ]
+
 
 def unmade_markdown(records) -> str:
     "The planned runs without a record as a Markdown table, seeds together, each with its cost on one core, backbone not counted."
     rows = {}
     for plan, left in unmade(records).items():
-        for run, small in left: rows.setdefault((plan, re.sub(r"seed \d+ ", "", sweep.name(run)), small), []).append(run)
-    lines = [f"| {plan} | {name} | {len(runs)} | {hours_text(sum(map(sweep.seconds, runs))/3600)} | {'a smaller meta-test' if small else '–'} |" for (plan, name, small), runs in rows.items()]
+        for run, small in left:
+            rows.setdefault((plan, re.sub(r"seed \d+ ", "", sweep.name(run)), small), []).append(run)
+    lines = [
+        f"| {plan} | {name} | {len(runs)} | {hours_text(sum(map(sweep.seconds, runs)) / 3600)} | {'a smaller meta-test' if small else '–'} |"
+        for (plan, name, small), runs in rows.items()
+    ]
     return "\n".join(["| Plan | Run | Seeds | One core | Kept |", "|---|---|---|---|---|", *lines])
 
 # %% ../nbs/18_findings.ipynb #0c1ae072
@@ -418,119 +755,225 @@ def _verdicts(table, cells) -> str:
     words = [r["verdict"].split(" (")[0] for r in cells if r["table"] == table]
     return "; ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words))
 
+
 def label_lines(records) -> list:
     "A line a table or figure, in the paper's order."
     cells, figures, lines = cell_rows(records), {r["label"]: r for r in figure_rows(records)}, []
     for row in paper_labels():
-        if row["kind"] == "table": said = _verdicts(row["label"].removeprefix("tab:"), cells)
-        elif not (needs := figures[row["label"]]["needs"]): said = "drawn by code"
-        else: said = parts_text(figures[row["label"]]) + f"; the rest: {cost_text(*figure_hours(row, records))}"
+        if row["kind"] == "table":
+            said = _verdicts(row["label"].removeprefix("tab:"), cells)
+        elif not (needs := figures[row["label"]]["needs"]):
+            said = "drawn by code"
+        else:
+            said = parts_text(figures[row["label"]]) + f"; the rest: {cost_text(*figure_hours(row, records))}"
         lines.append(f"{row['label']:<28} {said}")
     return lines
 
-def hours_text(h) -> str: return f"{h*60:.0f} min" if h < 1.5 else f"{h:.0f} h" if h < 72 else f"{h/24:.0f} days"
 
-def cost_text(hours, backbone) -> str: return hours_text(hours) + (f" + {hours_text(backbone)} for the backbone" if backbone else "")
+def hours_text(h) -> str:
+    return f"{h * 60:.0f} min" if h < 1.5 else f"{h:.0f} h" if h < 72 else f"{h / 24:.0f} days"
 
-def parts_text(row) -> str: # of `figure_rows`
+
+def cost_text(hours, backbone) -> str:
+    return hours_text(hours) + (f" + {hours_text(backbone)} for the backbone" if backbone else "")
+
+
+def parts_text(row) -> str:  # of `figure_rows`
     "Which of a figure's parts are there, in words."
     return ", ".join(f"{n} of {row['needs']} parts at {b}" for b, n in row["have"].items() if n) or "not made"
 
+
 def missing_lines(records) -> list:
     "A line a block of cells that are missing at the paper's budget, with the cost on one core."
-    return [f"tab:{m['table']:<12} {m['dataset']:<14} {m['backbone']:<10} {m['cells']:>3} cells, {m['runs']:>3} runs: {cost_text(m['hours'], m['backbone_hours'])}" for m in missing(records)]
+    return [
+        f"tab:{m['table']:<12} {m['dataset']:<14} {m['backbone']:<10} {m['cells']:>3} cells, {m['runs']:>3} runs: {cost_text(m['hours'], m['backbone_hours'])}"
+        for m in missing(records)
+    ]
 
 # %% ../nbs/18_findings.ipynb #0d427607
 def claim_lines(records) -> list:
     "A line a claim: its verdicts over all settings, counted by budget."
     rows, out = claim_rows(records), []
     for c in claims():
-        words = [f"{r['verdict']} at {r['budget']}" if r["budget"] not in ("", "smoke") else r["verdict"] for r in rows if r["id"] == c["id"]]
-        out.append(f"{c['id']:<26} " + ", ".join((f"{words.count(w)}x " if len(words) > 1 else "") + w for w in dict.fromkeys(words)))
+        words = [
+            f"{r['verdict']} at {r['budget']}" if r["budget"] not in ("", "smoke") else r["verdict"]
+            for r in rows
+            if r["id"] == c["id"]
+        ]
+        out.append(
+            f"{c['id']:<26} "
+            + ", ".join((f"{words.count(w)}x " if len(words) > 1 else "") + w for w in dict.fromkeys(words))
+        )
     return out
 
+
 def report_text(
-    records=None, # default: the kept ones
+    records=None,  # default: the kept ones
 ) -> str:
     "The whole report as plain text."
     records = read_records() if records is None else records
-    parts = [(f"{len(records)} records", coverage_text(records).splitlines()), ("Tables and figures, in the paper's order", label_lines(records)),
-             ("Claims", claim_lines(records)), ("Missing at the paper's budget, three seeds, one core", missing_lines(records)), ("Planned for this machine (plans/2*.toml), one core", plan_lines(records))]
+    parts = [
+        (f"{len(records)} records", coverage_text(records).splitlines()),
+        ("Tables and figures, in the paper's order", label_lines(records)),
+        ("Claims", claim_lines(records)),
+        ("Missing at the paper's budget, three seeds, one core", missing_lines(records)),
+        ("Planned for this machine (plans/2*.toml), one core", plan_lines(records)),
+    ]
     return "\n\n".join(title + "\n" + "\n".join("  " + line for line in lines) for title, lines in parts) + "\n"
 
 # %% ../nbs/18_findings.ipynb #d114ac29
 def trained(where, seeds=1) -> str:
     "How long a point was trained, in words."
     full = hyper(where["task"])["steps"].value
-    steps = f"the paper's {full:,} steps" if where["steps"] == full else f"{where['steps']:,} of the paper's {full:,} steps"
-    if where["budget"].split("@")[0] != "paper": steps += f" at {where['budget']}"
-    if where.get("width"): steps += f", {where['width']} channels"
+    steps = (
+        f"the paper's {full:,} steps" if where["steps"] == full else f"{where['steps']:,} of the paper's {full:,} steps"
+    )
+    if where["budget"].split("@")[0] != "paper":
+        steps += f" at {where['budget']}"
+    if where.get("width"):
+        steps += f", {where['width']} channels"
     return f"{steps}, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
+
 
 def _groups(items, *coordinates) -> list:
     "Tuples that start with a point, by some coordinates; of each group those of the longest training, a list for each budget, by number of classes."
     groups = {}
-    for t in items: groups.setdefault(tuple(t[0].where.get(c) for c in coordinates), []).append(t)
+    for t in items:
+        groups.setdefault(tuple(t[0].where.get(c) for c in coordinates), []).append(t)
     of_n, steps = lambda t: t[0].where.get("n_classes", 0), lambda t: t[0].where["steps"]
-    return [sorted(same, key=of_n) for g in groups.values() for same in _by_budget([t for t in g if steps(t) == max(map(steps, g))], lambda t: t[0].where["budget"])]
+    return [
+        sorted(same, key=of_n)
+        for g in groups.values()
+        for same in _by_budget([t for t in g if steps(t) == max(map(steps, g))], lambda t: t[0].where["budget"])
+    ]
 
-def _ends(group) -> list: return group[:1] + group[-1:] if len(group) > 1 else group
+
+def _ends(group) -> list:
+    return group[:1] + group[-1:] if len(group) > 1 else group
+
 
 def _place(where) -> str:
     "Dataset, backbone, shots and switches of a point, in words."
-    return ", ".join(str(p) for p in (where["dataset"], where.get("backbone"), where.get("n_shot") and f"{where['n_shot']}-shot", where["other"]) if p)
+    return ", ".join(
+        str(p)
+        for p in (
+            where["dataset"],
+            where.get("backbone"),
+            where.get("n_shot") and f"{where['n_shot']}-shot",
+            where["other"],
+        )
+        if p
+    )
 
-def _after(where) -> str: return f" after {where['n_classes']} classes" if "n_classes" in where else ""
+
+def _after(where) -> str:
+    return f" after {where['n_classes']} classes" if "n_classes" in where else ""
 
 # %% ../nbs/18_findings.ipynb #18d3edb8
 def plain_lines(records) -> list:
     "A sentence for each plain method, and for the linear layer in OML (the Baseline), on the paper's data."
     theirs, out = {(p.where["method"], setting(p.where)): p.values["accuracy"].mean for p in paper_points()}, []
     paper = lambda p: theirs.get((p.where["method"], setting(p.where | {"other": ""})))
-    mine = ((p,) for p in sorted(points(records), key=in_order) if p.where["method"] in ("sib", "oml", "anml", "oml+linear") and p.where["budget"] != "smoke" and "accuracy" in p.values and paper(p) is not None)
+    mine = (
+        (p,)
+        for p in sorted(points(records), key=in_order)
+        if p.where["method"] in ("sib", "oml", "anml", "oml+linear")
+        and p.where["budget"] != "smoke"
+        and "accuracy" in p.values
+        and paper(p) is not None
+    )
     for g in _groups(mine, "dataset", "backbone", "n_shot", "method", "other"):
         w, n = g[0][0].where, g[0][0].values["accuracy"].n
-        said = ", ".join(f"{p.values['accuracy'].mean:.1f} %{_after(p.where)} (paper: {paper(p):.1f})" for p, in _ends(g))
-        learns = w["method"] == "oml+linear" and all(p.values["above_chance"].mean > 1.96*se_of(p.values["above_chance"]) for p, in g)
+        said = ", ".join(
+            f"{p.values['accuracy'].mean:.1f} %{_after(p.where)} (paper: {paper(p):.1f})" for (p,) in _ends(g)
+        )
+        learns = w["method"] == "oml+linear" and all(
+            p.values["above_chance"].mean > 1.96 * se_of(p.values["above_chance"]) for (p,) in g
+        )
         name = "The Baseline, OML+Linear," if w["method"] == "oml+linear" else method_label(w["method"])
-        above = not w["other"] and not learns and all(p.values["accuracy"].mean > paper(p) + 3 for p, in g)
-        out.append(f"- **{name} on {_place(w)}** ({trained(w, n)}): {said}" + ("; it learns, where the paper prints chance." if learns else "; a stronger baseline than the paper's." if above else "."))
+        above = not w["other"] and not learns and all(p.values["accuracy"].mean > paper(p) + 3 for (p,) in g)
+        out.append(
+            f"- **{name} on {_place(w)}** ({trained(w, n)}): {said}"
+            + (
+                "; it learns, where the paper prints chance."
+                if learns
+                else "; a stronger baseline than the paper's."
+                if above
+                else "."
+            )
+        )
     return out
 
 # %% ../nbs/18_findings.ipynb #ac88a67c
-OVER = {"aim-beats-sib": "SIB", "aim-beats-sib-linear": "SIB+Linear", "aim-beats-oml": "OML", "aim-beats-oml-linear": "OML+Linear", "aim-beats-anml": "ANML"}
+OVER = {
+    "aim-beats-sib": "SIB",
+    "aim-beats-sib-linear": "SIB+Linear",
+    "aim-beats-oml": "OML",
+    "aim-beats-oml-linear": "OML+Linear",
+    "aim-beats-anml": "ANML",
+}
+
 
 def gain_lines(records) -> list:
     "A sentence for each setting in which AIM stands beside its plain method or the linear layer of its size."
     mine, theirs, out = sorted(points(records), key=in_order), paper_points(), []
     for claim, over in OVER.items():
         paper = {setting(p.where | {"other": ""}): v for p, v, _, _ in claim_values(claim, theirs)}
-        said = lambda p, v, se: f"{v:+.1f} ± {1.96*se:.1f} points{_after(p.where)}" + (f" (paper: {t:+.1f})" if (t := paper.get(setting(p.where | {"other": ""}))) is not None else "")
-        for g in _groups((d for d in claim_values(claim, mine) if d[0].where["budget"] != "smoke" and ("n_classes" in d[0].where or not d[0].where["other"])), "dataset", "backbone", "n_shot", "other"):
+        said = lambda p, v, se: (
+            f"{v:+.1f} ± {1.96 * se:.1f} points{_after(p.where)}"
+            + (f" (paper: {t:+.1f})" if (t := paper.get(setting(p.where | {"other": ""}))) is not None else "")
+        )
+        for g in _groups(
+            (
+                d
+                for d in claim_values(claim, mine)
+                if d[0].where["budget"] != "smoke" and ("n_classes" in d[0].where or not d[0].where["other"])
+            ),
+            "dataset",
+            "backbone",
+            "n_shot",
+            "other",
+        ):
             w = g[0][0].where
-            out.append(f"- **AIM over {over} on {_place(w)}** ({trained(w, min(d[3] for d in g))}): {', '.join(said(*d[:3]) for d in _ends(g))}.")
+            out.append(
+                f"- **AIM over {over} on {_place(w)}** ({trained(w, min(d[3] for d in g))}): {', '.join(said(*d[:3]) for d in _ends(g))}."
+            )
     return out
 
 # %% ../nbs/18_findings.ipynb #5ad35ee1
 def trend(
-    steps,      # of at least two trainings
+    steps,  # of at least two trainings
     accuracies,
-    at,         # steps to carry it on to
+    at,  # steps to carry it on to
 ) -> tuple:
     "Points gained with every doubling of training, and where the line stands at `at` steps."
     slope, start = np.polyfit(np.log2(steps), accuracies, 1)
-    return float(slope), float(start + slope*np.log2(at))
+    return float(slope), float(start + slope * np.log2(at))
+
 
 def _full_curves(method, records) -> dict:
     "Few or fine rates -> steps -> {number of classes: point} of a method on Omniglot at full width, at the usual switches."
-    mine, out = [r for r in records if r["task"] == "continual" and (r["dataset"], r["method"]) == ("omniglot", method) and not r["budget"]["width"] and not variant(r, ("checkpoint",))], {}
+    mine, out = (
+        [
+            r
+            for r in records
+            if r["task"] == "continual"
+            and (r["dataset"], r["method"]) == ("omniglot", method)
+            and not r["budget"]["width"]
+            and not variant(r, ("checkpoint",))
+        ],
+        {},
+    )
     for of in (False, True):
-        for p in points(r for r in mine if fine(r["budget"]) == of): out.setdefault(of, {}).setdefault(p.where["steps"], {})[p.where["n_classes"]] = p
+        for p in points(r for r in mine if fine(r["budget"]) == of):
+            out.setdefault(of, {}).setdefault(p.where["steps"], {})[p.where["n_classes"]] = p
     return {of: dict(sorted(c.items())) for of, c in out.items()}
+
 
 def trend_text(method, curves) -> str:
     "Growth with the length of training at the most classes, as a sentence; empty with fewer than three lengths."
-    if len(curves) < 3: return ""
+    if len(curves) < 3:
+        return ""
     full, n = hyper("continual")["steps"].value, max(set(bands(method)).intersection(*curves.values()))
     slope, then = trend(list(curves), [c[n].values["accuracy"].mean for c in curves.values()], full)
     (low, high), theirs = bands(method)[n], paper_value("continualz", dataset="omniglot", method=method, n_classes=n)[0]
@@ -538,30 +981,42 @@ def trend_text(method, curves) -> str:
     a, b = (curves[k][n].values["accuracy"].mean for k in ends)
     _, late = trend(ends, [a, b], full)
     said = " to ".join(dict.fromkeys(f"{x:.0f}" for x in sorted((late, then))))
-    return (f" Over {lengths} steps, by records with few rates, it gains {slope:.1f} points at {n} classes with every doubling, {b - a:+.1f} between the last two; by the last two and by all of them (an extrapolation) {full:,} steps would give {said} % "
-            f"(band {low:g}-{high:g}, paper {theirs:.1f}).")
+    return (
+        f" Over {lengths} steps, by records with few rates, it gains {slope:.1f} points at {n} classes with every doubling, {b - a:+.1f} between the last two; by the last two and by all of them (an extrapolation) {full:,} steps would give {said} % "
+        f"(band {low:g}-{high:g}, paper {theirs:.1f})."
+    )
 
 # %% ../nbs/18_findings.ipynb #ef055bea
 def _one_budget(records) -> list:
     "Of each dataset the records of the common training, since lines of one figure have had the same."
     groups = {}
-    for r in records: groups.setdefault(r["dataset"], []).append(r)
+    for r in records:
+        groups.setdefault(r["dataset"], []).append(r)
     return [r for of in groups.values() for r in of if training_of(r) == common_training(of)]
+
 
 def band_lines(records) -> list:
     "A sentence for plain OML and ANML on Omniglot: where the longest training stands against the bands, and how it grows."
     out = []
     for m in ("oml", "anml"):
-        if not (curves := _full_curves(m, records)): continue
+        if not (curves := _full_curves(m, records)):
+            continue
         of = max(curves, key=lambda of: (max(curves[of]), of))
         here = curves[of][max(curves[of])]
         last = {n: p.values["accuracy"].mean for n, p in here.items()}
         place = {n: band_place(m, n, last[n]) for n in bands(m) if n in last}
-        off = lambda n: "" if place[n] == "inside" else f"{max(bands(m)[n][0] - last[n], last[n] - bands(m)[n][1]):.1f} "
-        said = ", ".join(f"{last[n]:.1f} % at {n} classes ({off(n)}{place[n]} {bands(m)[n][0]:g}-{bands(m)[n][1]:g})" for n in place)
-        out.append(f"- **{method_label(m)} against the bands of re-runs** ({trained(w := next(iter(here.values())).where)}{', rates as fine as the release has them' if of else ''}{w['other'] and ', ' + w['other']}): {said}; "
-                   f"the bands are {'met' if in_band(m, last) else 'not met'}.{trend_text(m, max(curves.values(), key=len))}")
+        off = lambda n: (
+            "" if place[n] == "inside" else f"{max(bands(m)[n][0] - last[n], last[n] - bands(m)[n][1]):.1f} "
+        )
+        said = ", ".join(
+            f"{last[n]:.1f} % at {n} classes ({off(n)}{place[n]} {bands(m)[n][0]:g}-{bands(m)[n][1]:g})" for n in place
+        )
+        out.append(
+            f"- **{method_label(m)} against the bands of re-runs** ({trained(w := next(iter(here.values())).where)}{', rates as fine as the release has them' if of else ''}{w['other'] and ', ' + w['other']}): {said}; "
+            f"the bands are {'met' if in_band(m, last) else 'not met'}.{trend_text(m, max(curves.values(), key=len))}"
+        )
     return out
+
 
 def gap_lines(records) -> list:
     "A sentence a dataset: how far accuracy on the images learnt from stands above that on held-out ones, after as many classes as all methods have learnt."
@@ -569,61 +1024,119 @@ def gap_lines(records) -> list:
     mine = [r for r in records if r["task"] == "continual" and not variant(r) and r["budget"]["name"] != "smoke"]
     for d in sorted({r["dataset"] for r in mine}):
         here = points(_one_budget(r for r in mine if r["dataset"] == d))
-        common = set.intersection(*({p.where["n_classes"] for p in here if p.where["method"] == m} for m in {p.where["method"] for p in here}))
-        if not common: continue
+        common = set.intersection(
+            *({p.where["n_classes"] for p in here if p.where["method"] == m} for m in {p.where["method"] for p in here})
+        )
+        if not common:
+            continue
         n = max(common)
         at = sorted((p for p in here if p.where["n_classes"] == n), key=lambda p: METHODS.index(p.where["method"]))
-        said = ", ".join(f"{method_label(p.where['method'])} {p.values['gap'].mean:.1f} ± {1.96*se_of(p.values['gap']):.1f}" for p in at)
-        out.append(f"- **Images learnt from over held-out images on {d}** ({trained(at[0].where)}), points after {n} classes: {said}.")
+        said = ", ".join(
+            f"{method_label(p.where['method'])} {p.values['gap'].mean:.1f} ± {1.96 * se_of(p.values['gap']):.1f}"
+            for p in at
+        )
+        out.append(
+            f"- **Images learnt from over held-out images on {d}** ({trained(at[0].where)}), points after {n} classes: {said}."
+        )
     return out
 
 # %% ../nbs/18_findings.ipynb #747c4391
 def use_lines(records) -> list:
     "A sentence for each kept activation record of the longest training."
-    out, pct = [], lambda x: f"{100*x:.0f} %"
-    for r in _best(r for r in records if r["task"] == "activation" and r["protocol"]["heatmap"] == "mean" and r["parameters"]["masks_of"] == ("adapted" if "sib" in r["method"] else "slow")):
+    out, pct = [], lambda x: f"{100 * x:.0f} %"
+    for r in _best(
+        r
+        for r in records
+        if r["task"] == "activation"
+        and r["protocol"]["heatmap"] == "mean"
+        and r["parameters"]["masks_of"] == ("adapted" if "sib" in r["method"] else "slow")
+    ):
         w, m = coordinates(r) | dict(other=""), r["metrics"]
-        out.append(f"- **Use of mechanisms by {method_label(r['method'])} on {_place(w)}** ({r['budget']['steps']:,} steps at {r['budget']['name']}, one seed; before training -> after): of K = {m['K']} active ones {m['shared_mechanisms_start']} -> {m['shared_mechanisms']} "
-                   f"serve every class, {m['sparse_mechanisms_start']} -> {m['sparse_mechanisms']} of all {m['M']} only a few; two classes have {pct(m['class_overlap_start'])} -> {pct(m['class_overlap'])} of their use in common.")
+        out.append(
+            f"- **Use of mechanisms by {method_label(r['method'])} on {_place(w)}** ({r['budget']['steps']:,} steps at {r['budget']['name']}, one seed; before training -> after): of K = {m['K']} active ones {m['shared_mechanisms_start']} -> {m['shared_mechanisms']} "
+            f"serve every class, {m['sparse_mechanisms_start']} -> {m['sparse_mechanisms']} of all {m['M']} only a few; two classes have {pct(m['class_overlap_start'])} -> {pct(m['class_overlap'])} of their use in common."
+        )
     return out
 
 # %% ../nbs/18_findings.ipynb #94dcc603
 def switched(all_) -> list:
     "(point, value, standard error, fewest seeds): accuracy with one switch moved, less that of the same training and data with none."
     out = []
-    for p in (p for p in all_ if p.where["other"].count("=") == 1 and p.where["budget"] != "smoke" and "accuracy" in p.values):
+    for p in (
+        p for p in all_ if p.where["other"].count("=") == 1 and p.where["budget"] != "smoke" and "accuracy" in p.values
+    ):
         q = next((q for q in all_ if q.where == p.where | {"other": ""}), None)
-        if q is None: continue
+        if q is None:
+            continue
         a, b = (x.values["accuracy"] for x in (p, q))
         out.append((p, a.mean - b.mean, difference_se(a, b, p.asked, q.asked), min(a.n, b.n)))
     return out
 
+
 def switch_lines(records) -> list:
     "A sentence for each switch that was moved alone."
-    said = lambda p, v, se: f"{round(v, 1) + 0.:+.1f} ± {1.96*se:.1f}" + (f" at {n}" if (n := p.where.get("n_classes")) else "")
+    said = lambda p, v, se: (
+        f"{round(v, 1) + 0.0:+.1f} ± {1.96 * se:.1f}" + (f" at {n}" if (n := p.where.get("n_classes")) else "")
+    )
     out, usual = [], lambda d: d[0].where.get("n_classes", 10) in bands("oml")
-    for g in _groups(filter(usual, switched(sorted(points(records), key=in_order))), "dataset", "backbone", "n_shot", "method", "other"):
+    for g in _groups(
+        filter(usual, switched(sorted(points(records), key=in_order))),
+        "dataset",
+        "backbone",
+        "n_shot",
+        "method",
+        "other",
+    ):
         w = g[0][0].where
-        out.append(f"- **`{w['other']}`**, {method_label(w['method'])} on {_place(w | {'other': ''})} ({trained(w, min(d[3] for d in g))}): {', '.join(said(*d[:3]) for d in g)}{' classes' if 'n_classes' in w else ' points'}.")
+        out.append(
+            f"- **`{w['other']}`**, {method_label(w['method'])} on {_place(w | {'other': ''})} ({trained(w, min(d[3] for d in g))}): {', '.join(said(*d[:3]) for d in g)}{' classes' if 'n_classes' in w else ' points'}."
+        )
     return out
 
 # %% ../nbs/18_findings.ipynb #ffffdea2
-HELD, NOT_HELD, MIXED, UNTESTED, SO_FAR = "Held", "Did not hold", "Mixed or undecided", "Could not be tested here", ", so far (training shorter than the paper's)"
+HELD, NOT_HELD, MIXED, UNTESTED, SO_FAR = (
+    "Held",
+    "Did not hold",
+    "Mixed or undecided",
+    "Could not be tested here",
+    ", so far (training shorter than the paper's)",
+)
 BOXES = (HELD, NOT_HELD, HELD + SO_FAR, NOT_HELD + SO_FAR, MIXED, UNTESTED)
+
 
 def box(verdicts) -> str:
     "The box for the verdicts of a claim's settings that count; trainings shorter than the paper's decide only where there are no others."
     long = [v for v in verdicts if "so far" not in v]
     words = [v.split()[0] for v in long or verdicts]
-    most = lambda word, never: 2*words.count(word) > len(words) and never not in words
-    word = HELD if most("supported", "contradicted") else NOT_HELD if most("contradicted", "supported") else MIXED if words else UNTESTED
+    most = lambda word, never: 2 * words.count(word) > len(words) and never not in words
+    word = (
+        HELD
+        if most("supported", "contradicted")
+        else NOT_HELD
+        if most("contradicted", "supported")
+        else MIXED
+        if words
+        else UNTESTED
+    )
     return word + SO_FAR if word in (HELD, NOT_HELD) and not long else word
+
 
 def _right(records):
     "A function that tells whether the plain method behind a row of `claim_rows` is right at that budget."
-    at = lambda w, method, other: (w["dataset"], w.get("backbone"), w.get("n_shot"), w.get("n_classes"), plain_method(method), w["budget"], w["steps"], plain_variant(other))
+    at = lambda w, method, other: (
+        w["dataset"],
+        w.get("backbone"),
+        w.get("n_shot"),
+        w.get("n_classes"),
+        plain_method(method),
+        w["budget"],
+        w["steps"],
+        plain_variant(other),
+    )
     right = {at(r, r.get("method") or "sib+aim", r["variant"]) for r in cell_rows(records) if r["covered"]}
-    return lambda row: row["where"]["task"] == "activation" or at(row["where"], row["where"]["method"], row["where"]["other"]) in right
+    return lambda row: (
+        row["where"]["task"] == "activation" or at(row["where"], row["where"]["method"], row["where"]["other"]) in right
+    )
 
 # %% ../nbs/18_findings.ipynb #db3a432d
 def _counted(rows) -> str:
@@ -631,57 +1144,99 @@ def _counted(rows) -> str:
     words, at = [r["verdict"].split()[0] for r in rows], ", ".join(dict.fromkeys(r["budget"] for r in rows))
     return ", ".join(f"{words.count(w)} {w}" for w in dict.fromkeys(words)) + (f" at {at}" if at else "")
 
+
 def _rests_on(rows) -> str:
     "How much evidence the rows of a claim are: seeds, intervals, trainings behind the lengths of trajectories."
     same = ("dataset", "backbone", "n_shot", "method", "budget", "steps", "plan")
     trainings = len({tuple(r["where"].get(k) for k in same) + (plain_variant(r["where"]["other"]),) for r in rows})
-    notes = [f"{trainings} training{'s'[:trainings - 1]}" if rows and "n_classes" in rows[0]["where"] else "", "one seed" if rows and all("one seed" in r["verdict"] for r in rows) else "",
-             "only the sign is looked at" if rows and all("no interval" in r["verdict"] for r in rows) else ""]
+    notes = [
+        f"{trainings} training{'s'[: trainings - 1]}" if rows and "n_classes" in rows[0]["where"] else "",
+        "one seed" if rows and all("one seed" in r["verdict"] for r in rows) else "",
+        "only the sign is looked at" if rows and all("no interval" in r["verdict"] for r in rows) else "",
+    ]
     return ", ".join(filter(None, notes))
+
 
 def summary_markdown(records) -> str:
     "The claims by box, each with the verdicts that count and their budgets; another reading of the few-shot update is a switch (`switch_lines`), not a setting."
     right, boxes, theirs = _right(records), {b: [] for b in BOXES}, {r["dataset"] for r in paper_cells()}
-    groups = [g for g in longest(claim_rows(records)) if g[0]["where"].get("dataset") in theirs and g[0]["budget"] != "smoke" and "aim_update" not in g[0]["where"]["other"]]
+    groups = [
+        g
+        for g in longest(claim_rows(records))
+        if g[0]["where"].get("dataset") in theirs
+        and g[0]["budget"] != "smoke"
+        and "aim_update" not in g[0]["where"]["other"]
+    ]
     for c in claims():
         ours = [g for g in groups if g[0]["id"] == c["id"] and g[0]["where"]["dataset"] != c.get("besides")]
-        rows = [r for g in ours if 2*sum(map(right, g)) >= len(g) for r in g if right(r)]
+        rows = [r for g in ours if 2 * sum(map(right, g)) >= len(g) for r in g if right(r)]
         off = [r for g in ours for r in g if r not in rows]
-        said = [_counted(rows) or ("" if off else "no records"), _rests_on(rows), off and f"not counted, since the plain method is off or a switch was moved: {_counted(off)}"]
-        boxes[box([r["verdict"] for r in rows])].append(f"- {c['text']} ({'; '.join(filter(None, [c['section'], *said]))})")
+        said = [
+            _counted(rows) or ("" if off else "no records"),
+            _rests_on(rows),
+            off and f"not counted, since the plain method is off or a switch was moved: {_counted(off)}",
+        ]
+        boxes[box([r["verdict"] for r in rows])].append(
+            f"- {c['text']} ({'; '.join(filter(None, [c['section'], *said]))})"
+        )
     return "\n\n".join(f"**{b}**\n\n" + "\n".join(lines) for b, lines in boxes.items() if lines)
 
 # %% ../nbs/18_findings.ipynb #44f993ec
 def records_of(
-    row,     # of `cell_rows`
+    row,  # of `cell_rows`
     records,
 ) -> list:
     "The records that a row of a table was computed from."
-    if row["ours"] is None: return []
+    if row["ours"] is None:
+        return []
     own = {k: row[k] for k in _CELL[1:] if row.get(k) is not None and k != "n_classes"}
-    fit = lambda r: all(field(r, k) == v for k, v in ({"method": "sib+aim"} | own).items()) and (r["budget"]["name"], r["budget"]["steps"]) == (row["budget"], row["steps"]) and meta_test(r) == row["runs"]
+    fit = lambda r: (
+        all(field(r, k) == v for k, v in ({"method": "sib+aim"} | own).items())
+        and (r["budget"]["name"], r["budget"]["steps"]) == (row["budget"], row["steps"])
+        and meta_test(r) == row["runs"]
+    )
     return [r for r in records if r["task"] == _run(row)["task"] and fit(r) and variant(r, list(own)) == row["variant"]]
+
 
 def _ablation(variant) -> bool:
     "Whether a variant of SIB+AIM is a cell of one of the ablation tables."
     moved = dict(part.split("=") for part in variant.split(", ")) if variant else {}
     return bool(moved) and set(moved) <= {"K", "l", "decision"} and ("K" not in moved or moved.get("l") == "0")
 
-def _budget_word(name, steps) -> str: return "–" if not name or name != name else name if "@" in name else f"{name} ({steps:,.0f})"
+
+def _budget_word(name, steps) -> str:
+    return "–" if not name or name != name else name if "@" in name else f"{name} ({steps:,.0f})"
+
 
 def block_markdown(table, block, records) -> str:
     "One block of a table for the report: ours, the paper's, verdict, records. What is a cell of an ablation table stands there, not in tab:few-shot."
     f = frame(table, block, records)
-    if table == "few-shot": f = f[[not _ablation(v) if isinstance(v, str) else True for v in f.variant]]
-    if table == "continualz": f = f.assign(_m=f.method.map(METHODS.index)).sort_values(["_m", "variant", "steps", "n_classes"], kind="stable", na_position="last").drop(columns="_m")   # a trajectory's cells together
-    rows = [dict(zip(("dataset", "backbone"), block)) | {k: None if v != v else v for k, v in r.items()} | {"table": table} for r in f.to_dict("records")]
+    if table == "few-shot":
+        f = f[[not _ablation(v) if isinstance(v, str) else True for v in f.variant]]
+    if table == "continualz":
+        f = (
+            f.assign(_m=f.method.map(METHODS.index))
+            .sort_values(["_m", "variant", "steps", "n_classes"], kind="stable", na_position="last")
+            .drop(columns="_m")
+        )  # a trajectory's cells together
+    rows = [
+        dict(zip(("dataset", "backbone"), block)) | {k: None if v != v else v for k, v in r.items()} | {"table": table}
+        for r in f.to_dict("records")
+    ]
     text = present(f).assign(Budget=[_budget_word(b, n) for b, n in zip(f.budget, f.steps)])
-    text = text.drop(columns=["Steps"] + (["Budget", "Runs", "Seeds", "Variant"] if f.ours.isna().all() else []), errors="ignore")
-    text["Records"] = [" ".join(f"[{i}](../results/{record_name(x)})" for i, x in enumerate(records_of(r, records), 1)) for r in rows]
+    text = text.drop(
+        columns=["Steps"] + (["Budget", "Runs", "Seeds", "Variant"] if f.ours.isna().all() else []), errors="ignore"
+    )
+    text["Records"] = [
+        " ".join(f"[{i}](../results/{record_name(x)})" for i, x in enumerate(records_of(r, records), 1)) for r in rows
+    ]
     line = lambda cells: "| " + " | ".join(map(str, cells)) + " |"
-    return "\n".join([line(text.columns), line(["---"]*len(text.columns)), *(line(r) for r in text.itertuples(index=False))])
+    return "\n".join(
+        [line(text.columns), line(["---"] * len(text.columns)), *(line(r) for r in text.itertuples(index=False))]
+    )
 
-def notebook_links(row) -> str: # of `paper_labels`
+
+def notebook_links(row) -> str:  # of `paper_labels`
     "Links to the notebooks that make a table or figure, as Markdown."
     return "Made by " + ", ".join(f"[{n}]({n}.ipynb)" for n in row["notebooks"])
 
@@ -689,23 +1244,39 @@ def notebook_links(row) -> str: # of `paper_labels`
 def _best(records) -> list:
     "For each dataset, method, backbone and shot the record of the longest training, the paper's own before one as long, first seed, most meta-test runs."
     best = {}
-    for r in sorted(records, key=lambda r: (-r["budget"]["steps"], r["budget"]["name"] != "paper", r["seed"], *(-e for e in effort(r)))):
+    for r in sorted(
+        records,
+        key=lambda r: (-r["budget"]["steps"], r["budget"]["name"] != "paper", r["seed"], *(-e for e in effort(r))),
+    ):
         q = r["parameters"]
         best.setdefault((r["dataset"], r["method"], q.get("backbone"), q.get("n_shot"), q.get("masks_of")), r)
     return list(best.values())
+
 
 def activation_figures(records) -> dict:
     "File name -> figure: masks first and last, and the weights over training, of the kept activation records."
     out, weights = {}, {}
     for a in _best(r for r in records if r["task"] == "activation" and r["protocol"]["heatmap"] == "mean"):
         q, m = a["parameters"], a["metrics"]
-        if "n_shot" not in q or q["masks_of"] != "adapted": continue
-        names, title = [activation.short_name(c) for c in m["classes"]], f"{a['dataset']}, {q['n_shot']}-shot, {q['backbone']}, {m['steps'][-1]:,} steps"
-        out[activation.mask_name(a["dataset"], q["backbone"], q["n_shot"])] = viz.mask_figure(activation.first_last(a), names, title)
-        if q["n_shot"] == 1: out[viz.figure_name("fig:activation", a["dataset"])] = viz.activation_heatmap(activation.unpack(m["last"]), names, title)
+        if "n_shot" not in q or q["masks_of"] != "adapted":
+            continue
+        names, title = (
+            [activation.short_name(c) for c in m["classes"]],
+            f"{a['dataset']}, {q['n_shot']}-shot, {q['backbone']}, {m['steps'][-1]:,} steps",
+        )
+        out[activation.mask_name(a["dataset"], q["backbone"], q["n_shot"])] = viz.mask_figure(
+            activation.first_last(a), names, title
+        )
+        if q["n_shot"] == 1:
+            out[viz.figure_name("fig:activation", a["dataset"])] = viz.activation_heatmap(
+                activation.unpack(m["last"]), names, title
+            )
         end = {"conv4": "conv", "wrn-28-10": "wrn"}.get(q["backbone"], q["backbone"])
         for name, w in m["weights"].items():
-            if name != activation.ALL: weights.setdefault(f"attn_weight_{end}_{a['dataset']}", {})[f"{q['n_shot']}-shot, {activation.short_name(name)}"] = (m["steps"], activation.unpack(w))
+            if name != activation.ALL:
+                weights.setdefault(f"attn_weight_{end}_{a['dataset']}", {})[
+                    f"{q['n_shot']}-shot, {activation.short_name(name)}"
+                ] = (m["steps"], activation.unpack(w))
     return out | {name: viz.attention_trajectories(panels) for name, panels in weights.items()}
 
 # %% ../nbs/18_findings.ipynb #cefe979e
@@ -714,10 +1285,17 @@ def continual_masks(records) -> dict:
     out, best = {}, _best(_one_budget(r for r in records if r["task"] == "activation" and "sib" not in r["method"]))
     for d in sorted({r["dataset"] for r in best}):
         acts = sorted((r for r in best if r["dataset"] == d), key=lambda r: r["method"] != "oml+aim")
-        titles, of = [f"{method_label(a['method'])}, step {a['metrics']['steps'][-1]:,}" for a in acts], acts[0]["metrics"]
+        titles, of = (
+            [f"{method_label(a['method'])}, step {a['metrics']['steps'][-1]:,}" for a in acts],
+            acts[0]["metrics"],
+        )
         names, tested = ([activation.short_name(c) for c in of[k]] for k in ("classes", "test_classes"))
-        out[viz.figure_name("fig:activation", d) + "_continual"] = viz.activation_heatmap(activation.unpack(of["last"]), names, f"{d}, {titles[0]}")
-        out[activation.mask_name(d)] = viz.mask_figure({t: activation.unpack(a["metrics"]["test"]) for t, a in zip(titles, acts)}, tested, d)
+        out[viz.figure_name("fig:activation", d) + "_continual"] = viz.activation_heatmap(
+            activation.unpack(of["last"]), names, f"{d}, {titles[0]}"
+        )
+        out[activation.mask_name(d)] = viz.mask_figure(
+            {t: activation.unpack(a["metrics"]["test"]) for t, a in zip(titles, acts)}, tested, d
+        )
     return out
 
 # %% ../nbs/18_findings.ipynb #2f819580
@@ -726,51 +1304,92 @@ def trajectory_figures(records) -> dict:
     mine, out = list(_one_budget(r for r in records if r["task"] == "continual" and variant(r) in PAPERS_OWN)), {}
     for d in sorted({r["dataset"] for r in mine}):
         here = [r for r in mine if r["dataset"] == d]
-        for ends, own, words in (("", "", "only the output moves"), ("_fast", PAPERS_OWN[1], "AIM: all fast weights move")):
-            lines = {r["method"]: continual_curve(r) for r in _best(r for r in here if variant(r) == (own if "aim" in r["method"] else ""))}
-            if not own or any("aim" in m for m in lines): out[viz.figure_name("fig:benchmark_continual", d) + ends] = viz.accuracy_trajectories(lines, d, title=f"{d}, {here[0]['budget']['steps']:,} steps; {words}")
+        for ends, own, words in (
+            ("", "", "only the output moves"),
+            ("_fast", PAPERS_OWN[1], "AIM: all fast weights move"),
+        ):
+            lines = {
+                r["method"]: continual_curve(r)
+                for r in _best(r for r in here if variant(r) == (own if "aim" in r["method"] else ""))
+            }
+            if not own or any("aim" in m for m in lines):
+                out[viz.figure_name("fig:benchmark_continual", d) + ends] = viz.accuracy_trajectories(
+                    lines, d, title=f"{d}, {here[0]['budget']['steps']:,} steps; {words}"
+                )
     return out
 
 # %% ../nbs/18_findings.ipynb #9ce4beb1
 def _aged(records) -> dict:
     "Dataset -> {(method, what moves): record} of the common training, where the accuracy of each class is known."
-    mine, out = _one_budget(r for r in records if r["task"] == "continual" and variant(r) in PAPERS_OWN and "by_age" in r["metrics"]), {}
+    mine, out = (
+        _one_budget(
+            r for r in records if r["task"] == "continual" and variant(r) in PAPERS_OWN and "by_age" in r["metrics"]
+        ),
+        {},
+    )
     for own in PAPERS_OWN:
-        for r in sorted(_best(r for r in mine if variant(r) == own), key=lambda r: METHODS.index(r["method"])): out.setdefault(r["dataset"], {})[r["method"], own] = r
+        for r in sorted(_best(r for r in mine if variant(r) == own), key=lambda r: METHODS.index(r["method"])):
+            out.setdefault(r["dataset"], {})[r["method"], own] = r
     return dict(sorted(out.items()))
+
 
 def forgetting_figures(records) -> dict:
     "File name -> figure: accuracy of each class over how long ago it was learnt, for each dataset."
     ages = lambda of, moves: {m: r["metrics"]["by_age"] for (m, own), r in of.items() if own == moves}
-    return {f"forgetting_{d}": viz.forgetting_curves(*(ages(of, own) for own in PAPERS_OWN), f"{d}, {next(iter(of.values()))['budget']['steps']:,} steps") for d, of in _aged(records).items()}
+    return {
+        f"forgetting_{d}": viz.forgetting_curves(
+            *(ages(of, own) for own in PAPERS_OWN), f"{d}, {next(iter(of.values()))['budget']['steps']:,} steps"
+        )
+        for d, of in _aged(records).items()
+    }
+
 
 def forgetting_markdown(records) -> str:
     "The number for each method: accuracy on the quarter of the classes learnt first and last, and the difference."
-    lines = ["| Dataset | Method | Steps | Runs | Classes | First quarter | Last quarter | Last - first |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| Dataset | Method | Steps | Runs | Classes | First quarter | Last quarter | Last - first |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for d, of in _aged(records).items():
         for (m, own), r in of.items():
-            ages = r["metrics"]["by_age"]; q = max(1, len(ages)//4)
-            lines.append(f"| {d} | {method_label(m)}{', ' + own if own else ''} | {r['budget']['steps']:,} | {meta_test(r)} | {len(ages)} | {np.mean(ages[:q]):.1f} | {np.mean(ages[-q:]):.1f} | {r['metrics']['forgetting']:+.1f} |")
+            ages = r["metrics"]["by_age"]
+            q = max(1, len(ages) // 4)
+            lines.append(
+                f"| {d} | {method_label(m)}{', ' + own if own else ''} | {r['budget']['steps']:,} | {meta_test(r)} | {len(ages)} | {np.mean(ages[:q]):.1f} | {np.mean(ages[-q:]):.1f} | {r['metrics']['forgetting']:+.1f} |"
+            )
     return "\n".join(lines)
 
 # %% ../nbs/18_findings.ipynb #b1fd215e
 def _swept(table, records, block):
     "The curves of an ablation table for one block, of the budget with the most points, the longest of those."
     f = ablation_table(records, table, *block)
-    _, f = max(f[f.ours.notna() & (f.variant == "")].groupby("budget"), key=lambda g: (len(g[1]), g[1].steps.max()), default=("", f[:0]))
+    _, f = max(
+        f[f.ours.notna() & (f.variant == "")].groupby("budget"),
+        key=lambda g: (len(g[1]), g[1].steps.max()),
+        default=("", f[:0]),
+    )
     return {f"{block[0]} {n}-shot": (g.K + g.l, g.ours) for n, g in f.groupby("n_shot") if len(g) > 1}
+
 
 def ablation_figures(records) -> dict:
     "File name -> figure: zero-meaned accuracy over K+l and over K."
     out = {}
     for block in blocks("sto_count", records):
-        panels = {"sampled from the top K+l (K=8)": _swept("sto_count", records, block), "active mechanisms K (l=0)": _swept("active_mech", records, block)}
-        if any(panels.values()): out[viz.figure_name("fig:latency_comparison", block[0]) + ("" if block[1] == "conv4" else f"_{block[1]}")] = viz.ablation_curves({t: c for t, c in panels.items() if c}, "number of mechanisms")
+        panels = {
+            "sampled from the top K+l (K=8)": _swept("sto_count", records, block),
+            "active mechanisms K (l=0)": _swept("active_mech", records, block),
+        }
+        if any(panels.values()):
+            out[
+                viz.figure_name("fig:latency_comparison", block[0]) + ("" if block[1] == "conv4" else f"_{block[1]}")
+            ] = viz.ablation_curves({t: c for t, c in panels.items() if c}, "number of mechanisms")
     return out
 
-def all_figures(records=None) -> dict: # default: the kept ones
+
+def all_figures(records=None) -> dict:  # default: the kept ones
     "File name -> figure, for everything that the records can draw."
-    if records is None: records = read_records()
+    if records is None:
+        records = read_records()
     drawers = (activation_figures, continual_masks, trajectory_figures, forgetting_figures, ablation_figures)
     return {name: fig for draw in drawers for name, fig in draw(records).items()}
 
@@ -781,6 +1400,18 @@ def table_files(records) -> dict:
     for table in (*FEWSHOT_TABLES, "continualz"):
         for block in blocks(table, records):
             f = frame(table, block, records)
-            if f.ours.notna().any(): out |= {f"{table}_{'_'.join(block)}.md": table_markdown(f) + "\n", f"{table}_{'_'.join(block)}.csv": table_csv(f)}
-    uses = [f"{r['dataset']},{r['method']},{r['parameters'].get('n_shot', '')},{r['seed']},{k},{r['metrics'][k]:.6g}" for r in sorted(records, key=record_name) if r["task"] == "activation" for k in activation.NUMBERS if k in r["metrics"]]
-    return out | ({"activation.csv": "\n".join(["dataset,method,n_shot,seed,number,value", *uses]) + "\n"} if uses else {})
+            if f.ours.notna().any():
+                out |= {
+                    f"{table}_{'_'.join(block)}.md": table_markdown(f) + "\n",
+                    f"{table}_{'_'.join(block)}.csv": table_csv(f),
+                }
+    uses = [
+        f"{r['dataset']},{r['method']},{r['parameters'].get('n_shot', '')},{r['seed']},{k},{r['metrics'][k]:.6g}"
+        for r in sorted(records, key=record_name)
+        if r["task"] == "activation"
+        for k in activation.NUMBERS
+        if k in r["metrics"]
+    ]
+    return out | (
+        {"activation.csv": "\n".join(["dataset,method,n_shot,seed,number,value", *uses]) + "\n"} if uses else {}
+    )

@@ -21,129 +21,213 @@ __all__ = ['Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'm
 # %% ../nbs/11_fused.ipynb #3a94c4d3
 class Mixed(NamedTuple):
     "The gradient B X + C T for outputs X, not multiplied out."
-    B: torch.Tensor # (..., N, N)
-    C: torch.Tensor # (..., N, r)
-    T: torch.Tensor # (..., r, V) a few rows
-    def of(self, X): return self.B @ X + self.C @ self.T
+
+    B: torch.Tensor  # (..., N, N)
+    C: torch.Tensor  # (..., N, r)
+    T: torch.Tensor  # (..., r, V) a few rows
+
+    def of(self, X):
+        return self.B @ X + self.C @ self.T
+
 
 class Steps:
     "SGD on a layer without autograd, one episode of it."
-    mixed = False       # whether `write_` takes a `Mixed`, too
-    def __init__(self,
-        layer, z,       # (B, D) all rows
-        n=0,            # how many of them, the first ones, are support rows of a step to `adapt` to
-    ): self.layer, self.z, self.n = layer, z, n
+
+    mixed = False  # whether `write_` takes a `Mixed`, too
+
+    def __init__(
+        self,
+        layer,
+        z,  # (B, D) all rows
+        n=0,  # how many of them, the first ones, are support rows of a step to `adapt` to
+    ):
+        self.layer, self.z, self.n = layer, z, n
+
     def dots(self, X):
         "The products of some outputs with one another."
         return X @ X.mT
+
     def support(self):
         "The layer's output for the support rows."
+
     def adapt(self, g, lr):
         "Hold one SGD step on the support rows; g = dL/d(their output)."
+
     def output(self):
         "The layer's output for all rows, at the weights held."
+
     def write_(self, g, lr, keep=True):
         "Make the SGD step for g = dL/d(output), taken at the weights held, and, if `keep`, the step that is held."
 
 # %% ../nbs/11_fused.ipynb #319850ed
 class Episodes:
     "Episodes of a layer, block by block: `begin` a block, take its `Steps` one after the other (under `torch.no_grad()`), `begin` the next one; `write_` for whoever wants to see the weights."
-    def __init__(self, layer, n=0): self.layer, self.n = layer, n # n: support rows of an episode
-    def begin(self, Z, ranks_in=None, ranks=None): # (T, B, D) features of T episodes; T stochastic choices of the support rows and of all rows, or None
+
+    def __init__(self, layer, n=0):
+        self.layer, self.n = layer, n  # n: support rows of an episode
+
+    def begin(
+        self, Z, ranks_in=None, ranks=None
+    ):  # (T, B, D) features of T episodes; T stochastic choices of the support rows and of all rows, or None
         "Start a block; the last one's steps are taken in."
         self.Z = Z
+
     @torch.no_grad()
-    def __getitem__(self, t): return self.steps(self.layer, self.Z[t], self.n)
+    def __getitem__(self, t):
+        return self.steps(self.layer, self.Z[t], self.n)
+
     def write_(self):
         "Bring the weights up to date."
 
+
 class IdentitySteps(Steps):
     "Nothing to move."
+
     mixed = True
-    def support(self): return self.z[:self.n]
-    def output(self): return self.z
+
+    def support(self):
+        return self.z[: self.n]
+
+    def output(self):
+        return self.z
+
 
 class IdentityEpisodes(Episodes):
     "Those of no layer."
+
     steps = IdentitySteps
 
 # %% ../nbs/11_fused.ipynb #b0674ef3
-def multiply(x, W, out): torch.mm(x, W, out=out)
-def subtract_(W, x, r): W.addmm_(x, r, alpha=-1)
+def multiply(x, W, out):
+    torch.mm(x, W, out=out)
+
+
+def subtract_(W, x, r):
+    W.addmm_(x, r, alpha=-1)
+
 
 class LinearSteps(Steps):
     "The linear map's: its matrix is read once and written once."
+
     mixed = True
+
     def __init__(self, layer, z, n=0):
         super().__init__(layer, z, n)
-        self.rows, self.held = z.new_empty(3*len(z), layer.d_out), None     # outputs first, then whatever rows the gradient mixes: one product writes them all
-        self.y = self.rows[:len(z)]
+        self.rows, self.held = (
+            z.new_empty(3 * len(z), layer.d_out),
+            None,
+        )  # outputs first, then whatever rows the gradient mixes: one product writes them all
+        self.y = self.rows[: len(z)]
         self.by_columns(multiply, lambda W, y: (z, W, y), layer.W, self.y)
+
     def by_columns(self, fn, job, *wide):
         "A product with wide matrices, its columns shared out."
         n = max(1, self.layer.threads)
         share_out(fn, [job(*parts) for parts in zip(*(m.detach().tensor_split(n, 1) for m in wide))], n)
-    def dots(self, X): return sum(share_out(super().dots, [(x,) for x in X.tensor_split(max(1, self.layer.threads), 1)], self.layer.threads))
-    def support(self): return self.y[:self.n]
+
+    def dots(self, X):
+        return sum(
+            share_out(super().dots, [(x,) for x in X.tensor_split(max(1, self.layer.threads), 1)], self.layer.threads)
+        )
+
+    def support(self):
+        return self.y[: self.n]
+
     def adapt(self, g, lr):
-        self.held, gram = (g, lr), self.z @ self.z[:self.n].t()*lr
-        self.by_columns(subtract_, lambda y, g: (y, gram, g), self.y, g)        # in place: a fresh 5 MB would cost as much as the product
-    def output(self): return self.y
+        self.held, gram = (g, lr), self.z @ self.z[: self.n].t() * lr
+        self.by_columns(
+            subtract_, lambda y, g: (y, gram, g), self.y, g
+        )  # in place: a fresh 5 MB would cost as much as the product
+
+    def output(self):
+        return self.y
+
     def write_(self, g, lr, keep=True):
         z, more = self.z.t(), []
-        if isinstance(g, Mixed): left, more = [z @ g.B, z @ g.C], [g.T]
-        else: left = [z]; self.y.copy_(g)
-        left = [m*lr for m in left]
-        if self.held and keep: left.append(z[:, :self.n]*self.held[1]); more.append(self.held[0])
+        if isinstance(g, Mixed):
+            left, more = [z @ g.B, z @ g.C], [g.T]
+        else:
+            left = [z]
+            self.y.copy_(g)
+        left = [m * lr for m in left]
+        if self.held and keep:
+            left.append(z[:, : self.n] * self.held[1])
+            more.append(self.held[0])
         m = len(self.z)
-        for r in more: self.rows[m:m + len(r)] = r; m += len(r)
+        for r in more:
+            self.rows[m : m + len(r)] = r
+            m += len(r)
         left = torch.cat(left, 1)
         self.by_columns(subtract_, lambda W, r: (W, left, r), self.layer.W, self.rows[:m])
 
+
 class LinearEpisodes(Episodes):
     "Those of the linear map."
+
     steps = LinearSteps
 
 # %% ../nbs/11_fused.ipynb #52274499
 class Scratch:
     "Memory that is used again: fresh megabytes cost more than the arithmetic done on them."
-    def __init__(self): self.held = {}
+
+    def __init__(self):
+        self.held = {}
+
     def take(self, name, n, like):
         "`n` rows as wide as those of `like`."
         key = name, like.shape[-1]
-        if key not in self.held or len(self.held[key]) < n: self.held[key] = like.new_empty(n + n//8, like.shape[-1])
+        if key not in self.held or len(self.held[key]) < n:
+            self.held[key] = like.new_empty(n + n // 8, like.shape[-1])
         return self.held[key][:n]
-    def gather(self, name, x, rows): return torch.index_select(x, 0, rows, out=self.take(name, len(rows), x))
+
+    def gather(self, name, x, rows):
+        return torch.index_select(x, 0, rows, out=self.take(name, len(rows), x))
+
 
 @functools.cache
-def steps_of(n, by, device): return torch.arange(0, n*by, by, device=device)
+def steps_of(n, by, device):
+    return torch.arange(0, n * by, by, device=device)
 
-def row_by_row(x, W, mech): # (n, D), (M, D, V), (n,)
+
+def row_by_row(x, W, mech):  # (n, D), (M, D, V), (n,)
     "x_i W_m for one mechanism m a row: `embedding_bag` reads matrices at the memory's pace, a matrix product with a single row does not."
     D = W.shape[1]
-    return F.embedding_bag(mech[:, None]*D + steps_of(D, 1, x.device), W.detach().view(-1, W.shape[2]), mode="sum", per_sample_weights=x)
+    return F.embedding_bag(
+        mech[:, None] * D + steps_of(D, 1, x.device), W.detach().view(-1, W.shape[2]), mode="sum", per_sample_weights=x
+    )
+
 
 class Part(NamedTuple):
     "Products z_r W_m of some pairs, the pairs sorted by row."
-    rows: torch.Tensor   # (n,)
-    mech: torch.Tensor   # (n,)
-    at: torch.Tensor     # (n,) where in Y a pair's product stands
-    starts: torch.Tensor # (B,) the first pair of each row
-    Y: torch.Tensor      # (N, V)
 
-def update_(W, z, r, x, y): # of one mechanism: a step W -= z r first, if there is one, then a product y = x W, if one is wanted
-    if z is not None: subtract_(W, z, r)
-    if x is not None: multiply(x, W, y)
+    rows: torch.Tensor  # (n,)
+    mech: torch.Tensor  # (n,)
+    at: torch.Tensor  # (n,) where in Y a pair's product stands
+    starts: torch.Tensor  # (B,) the first pair of each row
+    Y: torch.Tensor  # (N, V)
 
-def products(z, W, mask, scratch, cores=1, pending={}) -> Part: # pending: mechanism -> (z^T, r) of its step
+
+def update_(
+    W, z, r, x, y
+):  # of one mechanism: a step W -= z r first, if there is one, then a product y = x W, if one is wanted
+    if z is not None:
+        subtract_(W, z, r)
+    if x is not None:
+        multiply(x, W, y)
+
+
+def products(z, W, mask, scratch, cores=1, pending={}) -> Part:  # pending: mechanism -> (z^T, r) of its step
     "The pairs of a mask, multiplied: one product a mechanism, after its step, while it is in the cache."
     p = plan(mask)
     Z, Y = scratch.gather("Z", z, p.rows), scratch.take("Y", len(p.rows), W)
     own = dict(zip(p.active, zip(Z.split(p.sizes), Y.split(p.sizes))))
     some, none = sorted({*own, *pending}), (None, None)
-    share_out(update_, [(W_m, *pending.get(m, none), *own.get(m, none)) for m, W_m in zip(some, matrices(W, some))], cores)
+    share_out(
+        update_, [(W_m, *pending.get(m, none), *own.get(m, none)) for m, W_m in zip(some, matrices(W, some))], cores
+    )
     at, n = p.rows.argsort(stable=True), mask.sum(1)
     return Part(p.rows[at], p.mech[at], at, n.cumsum(0) - n, Y)
+
 
 def few_products(z, W, mask) -> Part:
     "The same, pair by pair."
@@ -151,40 +235,50 @@ def few_products(z, W, mask) -> Part:
     return Part(rows, mech, torch.arange(len(rows), device=z.device), n.cumsum(0) - n, row_by_row(z[rows], W, mech))
 
 # %% ../nbs/11_fused.ipynb #bfdb2630
-def part_sum(part, w): # (B, M) weights
+def part_sum(part, w):  # (B, M) weights
     "sum over the pairs of w_bm z_b W_m."
     return F.embedding_bag(part.at, part.Y, part.starts, mode="sum", per_sample_weights=w[part.rows, part.mech])
 
-def part_slopes(part, g, scratch): # (B, V)
+
+def part_slopes(part, g, scratch):  # (B, V)
     "dL/dw of every pair for g = dL/d part_sum."
     return scratch.gather("g", g, part.rows).mul_(scratch.gather("y", part.Y, part.at)).sum(1)
 
-def part_split(part, T, n=0) -> tuple: # equal runs of rows; how many rows make a head
+
+def part_split(part, T, n=0) -> tuple:  # equal runs of rows; how many rows make a head
     "One part for each of `T` runs of rows, and one for the first `n` rows of each."
-    B = len(part.starts)//T
+    B = len(part.starts) // T
     first = part.starts.view(T, B)
     ends, heads = [*first[:, 0].tolist(), len(part.rows)], first[:, n].tolist()
-    cut = lambda t, a, b, k: Part(part.rows[a:b] - t*B, part.mech[a:b], part.at[a:b], first[t, :k] - a, part.Y)
+    cut = lambda t, a, b, k: Part(part.rows[a:b] - t * B, part.mech[a:b], part.at[a:b], first[t, :k] - a, part.Y)
     return [cut(t, ends[t], ends[t + 1], B) for t in range(T)], [cut(t, ends[t], heads[t], n) for t in range(T)]
 
 # %% ../nbs/11_fused.ipynb #6a971b4b
 class Pending:
     "Steps of W_M in factors: W_m moves by -sum_i w_im z_i^T r_i."
+
     def __init__(self, size, d_in, M, d_out, like):
         self.z, self.w, self.r, self.n = *(like.new_empty(size, k) for k in (d_in, M, d_out)), 0
-    def add(self, *rows): # z, w and r, the rate in it
+
+    def add(self, *rows):  # z, w and r, the rate in it
         "Hold a step."
         n, self.n = self.n, self.n + len(rows[0])
-        for held, new in zip((self.z, self.w, self.r), rows): held[n:self.n] = new
-    def factors(self): return self.w[:self.n], self.r[:self.n]
-    def move(self, y, w, gram): # (B, V) outputs, (B, M), (B, n) z_b . z_i
+        for held, new in zip((self.z, self.w, self.r), rows):
+            held[n : self.n] = new
+
+    def factors(self):
+        return self.w[: self.n], self.r[: self.n]
+
+    def move(self, y, w, gram):  # (B, V) outputs, (B, M), (B, n) z_b . z_i
         "The outputs after the steps, in place."
         u, r = self.factors()
-        return y.addmm_((w @ u.t()).mul_(gram[:, :len(u)]), r, alpha=-1) if len(u) else y
-    def tilt(self, da, g, gram): # (B, M) slopes, (B, V)
+        return y.addmm_((w @ u.t()).mul_(gram[:, : len(u)]), r, alpha=-1) if len(u) else y
+
+    def tilt(self, da, g, gram):  # (B, M) slopes, (B, V)
         "The slopes after the steps, in place."
         u, r = self.factors()
-        return da.addmm_((g @ r.t()).mul_(gram[:, :len(u)]), u, alpha=-1) if len(u) else da
+        return da.addmm_((g @ r.t()).mul_(gram[:, : len(u)]), u, alpha=-1) if len(u) else da
+
     def by_mechanism(self, scratch) -> dict:
         "Mechanism -> z^T and r of its step, all of them in one; nothing is pending then."
         w, r = self.factors()
@@ -192,73 +286,96 @@ class Pending:
         Z, R = scratch.gather("Zi", self.z, p.rows), scratch.gather("R", r, p.rows).mul_(w[p.rows, p.mech, None])
         self.n = 0
         return dict(zip(p.active, zip(Z.t().split(p.sizes, 1), R.split(p.sizes))))
-    def write_(self, W, scratch, cores=1): # (M, D, V)
+
+    def write_(self, W, scratch, cores=1):  # (M, D, V)
         "Into the weights with all of them: one product a mechanism."
         own = self.by_mechanism(scratch)
         share_out(subtract_, [(W_m, *own[m]) for m, W_m in zip(own, matrices(W, [*own]))], cores)
 
 # %% ../nbs/11_fused.ipynb #c2a01a45
-def dot(x, y): return (x*y).sum(-1, keepdim=True)
-def vbm(x, W): return torch.bmm(x[:, None], W)[:, 0]    # x_m W_m for every m
-def moving(u): return u.abs().amax(1) != 0
+def dot(x, y):
+    return (x * y).sum(-1, keepdim=True)
+
+
+def vbm(x, W):
+    return torch.bmm(x[:, None], W)[:, 0]  # x_m W_m for every m
+
+
+def moving(u):
+    return u.abs().amax(1) != 0
+
 
 class Tied:
     "h and W_Q as the rest of the network sees them: q, s = h.h and G = W_Q^T W_Q, under SGD steps that are not written."
+
     def __init__(self, layer):
         self.h, self.W, self.scratch = layer.h.detach(), layer.W_Q.detach(), Scratch()
         self.q, self.s, self.G = vbm(self.h, self.W), dot(self.h, self.h), torch.bmm(self.W.mT, self.W)
         self.done, self.held, self.frame, self.n = [], None, None, 0
         self.up, self.moves = self.G.new_empty(0, 2, *self.q.shape), self.G.new_empty(0, len(self.G), dtype=torch.bool)
         self.note()
-    def now(self): return [(t.data_ptr(), t._version) for t in (self.h, self.W)]
-    def note(self): self.then = self.now()
+
+    def now(self):
+        return [(t.data_ptr(), t._version) for t in (self.h, self.W)]
+
+    def note(self):
+        self.then = self.now()
 
     def pull(self, u, moves):
         "G u at the present step; only what belongs to the mechanisms that move is read."
         some = moves.nonzero()[:, 0]
         x = u.index_select(0, some)
         v = row_by_row(x, self.G, some)
-        if self.n: v.sub_(self.changed(some, x))
+        if self.n:
+            v.sub_(self.changed(some, x))
         return torch.zeros_like(u).index_copy_(0, some, v)
 
     def changed(self, some, x):
         "What the changes of G make of x: the sum of u (p.x) + p (u.x)."
-        moves = self.moves[:self.n].index_select(1, some).t()
-        (m, j), n = moves.nonzero(as_tuple=True), 2*moves.sum(1)
+        moves = self.moves[: self.n].index_select(1, some).t()
+        (m, j), n = moves.nonzero(as_tuple=True), 2 * moves.sum(1)
         at, rows = self.places(j, some.index_select(0, m)), self.up.view(-1, x.shape[1])
         up = self.scratch.gather("up", rows, at).view(-1, 2, x.shape[1]).mul_(x.index_select(0, m)[:, None]).sum(2)
         return F.embedding_bag(at, rows, n.cumsum(0) - n, mode="sum", per_sample_weights=up.flip(1).flatten())
 
-    def places(self, j, m): # steps, mechanisms
+    def places(self, j, m):  # steps, mechanisms
         "Where in `up` the u and the p of some pairs stand, one after the other."
         M = len(self.q)
-        return ((2*M*j).add_(m)[:, None] + steps_of(2, M, m.device)).flatten()
+        return ((2 * M * j).add_(m)[:, None] + steps_of(2, M, m.device)).flatten()
 
 # %% ../nbs/11_fused.ipynb #3175dd77
 class Changing(Tied):
     "G as it changes: low-rank changes beside it, taken in at the end of a block."
-    def change(self, q, s, u, moves, lr): # G -= p u^T + u p^T
+
+    def change(self, q, s, u, moves, lr):  # G -= p u^T + u p^T
         "Take in a step's change of G."
-        if self.n == len(self.up): self.up, self.moves = (torch.cat([t, t.new_empty(max(8, self.n), *t.shape[1:])]) for t in (self.up, self.moves))
+        if self.n == len(self.up):
+            self.up, self.moves = (
+                torch.cat([t, t.new_empty(max(8, self.n), *t.shape[1:])]) for t in (self.up, self.moves)
+            )
         self.up[self.n, 0], self.moves[self.n] = u, moves
-        torch.mul(q, lr, out=self.up[self.n, 1]).addcmul_(s, u, value=-.5*lr*lr)
+        torch.mul(q, lr, out=self.up[self.n, 1]).addcmul_(s, u, value=-0.5 * lr * lr)
         self.n += 1
 
     def fold_(self):
         "Take the changes into G: one product a mechanism."
-        p, d = plan(self.moves[:self.n]), self.q.shape[1]
+        p, d = plan(self.moves[: self.n]), self.q.shape[1]
         up = self.scratch.gather("up", self.up.view(-1, d), self.places(p.rows, p.mech))
-        left, right = (t.split([2*n for n in p.sizes]) for t in (up, up.view(-1, 2, d).flip(1).view(-1, d)))
-        for G, l, r in zip(matrices(self.G, p.active), left, right): subtract_(G, l.t(), r)
+        left, right = (t.split([2 * n for n in p.sizes]) for t in (up, up.view(-1, 2, d).flip(1).view(-1, d)))
+        for G, l, r in zip(matrices(self.G, p.active), left, right):
+            subtract_(G, l.t(), r)
         self.n = 0
 
 # %% ../nbs/11_fused.ipynb #e06117e1
 class Stepped(Changing):
     "The recurrence: `hold` a step, then `step`."
-    def after(self, q, s, u, v, lr): # v = G u
+
+    def after(self, q, s, u, v, lr):  # v = G u
         "q and s one step on."
         qu = dot(q, u)
-        return q.sub(v, alpha=lr).addcmul_(s.sub(qu, alpha=lr), u, value=-lr), s.sub(qu, alpha=2*lr).add_(dot(u, v), alpha=lr*lr)
+        return q.sub(v, alpha=lr).addcmul_(s.sub(qu, alpha=lr), u, value=-lr), s.sub(qu, alpha=2 * lr).add_(
+            dot(u, v), alpha=lr * lr
+        )
 
     def hold(self, u, lr):
         "The queries after a step that may be kept or not."
@@ -271,89 +388,118 @@ class Stepped(Changing):
     def step(self, u, lr, keep=True):
         "A step for u = dL/dq at the queries held; `keep`: after the held one, else in its place."
         held, self.held, moves = self.held, None, moving(u)
-        if held and not keep: return self.detour(u, moves, lr, *held)
-        if held: self.take(*held[:2], *held[3:])
+        if held and not keep:
+            return self.detour(u, moves, lr, *held)
+        if held:
+            self.take(*held[:2], *held[3:])
         self.take(u, moves, lr, *self.after(self.q, self.s, u, self.pull(u, moves), lr))
 
-    def take(self, u, moves, lr, q, s): # the queries and s after it
+    def take(self, u, moves, lr, q, s):  # the queries and s after it
         "Go one step on."
-        self.change(self.q, self.s, u, moves, lr); self.done.append((lr, 0., (u,), (moves,)))
+        self.change(self.q, self.s, u, moves, lr)
+        self.done.append((lr, 0.0, (u,), (moves,)))
         self.q, self.s = q, s
 
     def detour(self, u, moves, lr, u1, moves1, v1, lr1, _, s1):
         "A step from the slow state along the gradient at the held one."
-        v, c, q1 = self.pull(u, moves), 1 + lr*lr1*dot(u1, u), self.q.sub(v1, alpha=lr1)
-        across = c*self.s.sub(dot(self.q, u1), alpha=lr1) - lr*dot(u, q1)       # h' . h_1
-        q = (c*self.q).sub_(v, alpha=lr).addcmul_(across, u, value=-lr)
-        self.change(q1, s1, u, moves, lr); self.done.append((lr, lr1, (u, u1), (moves, moves1)))
-        self.q, self.s = q, c*c*self.s - 2*lr*c*dot(self.q, u) + lr*lr*dot(u, v)
+        v, c, q1 = self.pull(u, moves), 1 + lr * lr1 * dot(u1, u), self.q.sub(v1, alpha=lr1)
+        across = c * self.s.sub(dot(self.q, u1), alpha=lr1) - lr * dot(u, q1)  # h' . h_1
+        q = (c * self.q).sub_(v, alpha=lr).addcmul_(across, u, value=-lr)
+        self.change(q1, s1, u, moves, lr)
+        self.done.append((lr, lr1, (u, u1), (moves, moves1)))
+        self.q, self.s = q, c * c * self.s - 2 * lr * c * dot(self.q, u) + lr * lr * dot(u, v)
 
 # %% ../nbs/11_fused.ipynb #282f7a47
-def coefficients(steps, like): # of `Queries.done`
+def coefficients(steps, like):  # of `Queries.done`
     "Rate and second rate of every u_j, and which u_i a step along u_j comes after; a step's own u comes before the u_1 of its detour."
     n = [len(us) for _, _, us, _ in steps]
-    of, first = torch.arange(len(n)).repeat_interleave(torch.tensor(n)), torch.tensor([j == 0 for k in n for j in range(k)])
-    lr, lr1 = (like.new_tensor([s[i] if j == 0 else 0. for s, k in zip(steps, n) for j in range(k)]) for i in (0, 1))
+    of, first = (
+        torch.arange(len(n)).repeat_interleave(torch.tensor(n)),
+        torch.tensor([j == 0 for k in n for j in range(k)]),
+    )
+    lr, lr1 = (like.new_tensor([s[i] if j == 0 else 0.0 for s, k in zip(steps, n) for j in range(k)]) for i in (0, 1))
     return lr, lr1, (of[:, None] > of).logical_and_(first).to(like)
 
+
 def mixtures(
-    steps, # of `Queries.done`
-    D,     # (M, J, J) u_i . u_j
+    steps,  # of `Queries.done`
+    D,  # (M, J, J) u_i . u_j
 ) -> tuple:
     "In terms of h and the W_Q u_j before all steps: h after them (M, 1 + J), and what multiplies u_j^T in W_Q's change (M, J, 1 + J)."
     lr, lr1, after = coefficients(steps, D)
-    grown = 1 + lr*lr1*F.pad(D.diagonal(1, 1, 2), (0, 1)) if lr1.any() else torch.ones_like(D[:1, 0])     # what a detour multiplies h by; without one nothing differs between mechanisms
-    upto = grown.cumprod(1); before, rate, last = upto/grown, lr/upto, upto[:, -1:]
-    E, R = D*(after*lr), (after*(before[:, :, None]*rate[:, None])).add_(torch.diag(lr1[:-1], 1)).neg_()
+    grown = (
+        1 + lr * lr1 * F.pad(D.diagonal(1, 1, 2), (0, 1)) if lr1.any() else torch.ones_like(D[:1, 0])
+    )  # what a detour multiplies h by; without one nothing differs between mechanisms
+    upto = grown.cumprod(1)
+    before, rate, last = upto / grown, lr / upto, upto[:, -1:]
+    E, R = D * (after * lr), (after * (before[:, :, None] * rate[:, None])).add_(torch.diag(lr1[:-1], 1)).neg_()
     T = E @ R
-    C = torch.linalg.solve_triangular(T, torch.eye(len(lr)).to(T).expand_as(T), upper=False, unitriangular=True)      # of the images W_Q u_j as they are by then
-    e, B, f = E @ before[:, :, None], (R*lr[:, None]) @ C, (last*rate)[:, None] @ C
-    return torch.cat([last + (f @ e)[:, 0], -f[:, 0]], 1), torch.cat([(lr*before)[:, :, None] - B @ e, B], 2)
+    C = torch.linalg.solve_triangular(
+        T, torch.eye(len(lr)).to(T).expand_as(T), upper=False, unitriangular=True
+    )  # of the images W_Q u_j as they are by then
+    e, B, f = E @ before[:, :, None], (R * lr[:, None]) @ C, (last * rate)[:, None] @ C
+    return torch.cat([last + (f @ e)[:, 0], -f[:, 0]], 1), torch.cat([(lr * before)[:, :, None] - B @ e, B], 2)
 
 # %% ../nbs/11_fused.ipynb #84254540
-def write_state_(W, U, N, start): # of one mechanism: U and N the rows that are not zero, after one for h; start: h, then zeros
+def write_state_(
+    W, U, N, start
+):  # of one mechanism: U and N the rows that are not zero, after one for h; start: h, then zeros
     W.addmm_(N.t(), start.addmm_(U, W), alpha=-1)
 
-def write_states_(h, W, steps, scratch): # (M, d_h), (M, d_k, d_h) W_Q transposed, as in `Queries.done`
+
+def write_states_(h, W, steps, scratch):  # (M, d_h), (M, d_k, d_h) W_Q transposed, as in `Queries.done`
     "Steps into h and W_Q, in place; returns the mechanisms that have moved."
     us, moves = ([t for step in steps for t in step[k]] for k in (2, 3))
     (M, d), J = us[0].shape, 1 + len(us)
-    U, N = (scratch.take(name, M*J, us[0]).view(M, J, d) for name in "UN")
+    U, N = (scratch.take(name, M * J, us[0]).view(M, J, d) for name in "UN")
     torch.stack([torch.zeros_like(us[0]), *us], 1, out=U)
     mix, X = mixtures(steps, torch.bmm(U[:, 1:], U[:, 1:].mT))
     torch.bmm(X.mT, U[:, 1:], out=N)
-    moves = torch.stack(moves); moved = moves.any(0)
+    moves = torch.stack(moves)
+    moved = moves.any(0)
     p = plan(torch.cat([moved[None], moves]))
-    at, start, some = p.mech*J + p.rows, scratch.take("start", len(p.rows), h).zero_(), moved.nonzero()[:, 0]
+    at, start, some = p.mech * J + p.rows, scratch.take("start", len(p.rows), h).zero_(), moved.nonzero()[:, 0]
     first = (p.rows == 0).nonzero()[:, 0]
     start[first] = h[some]
-    rows = lambda name, t: scratch.gather(name, t.view(M*J, d), at).split(p.sizes)
-    for job in zip(matrices(W, p.active), rows("U'", U), rows("N'", N), start.split(p.sizes)): write_state_(*job)
-    h[some] = F.embedding_bag(torch.arange(len(at), device=at.device), start, first, mode="sum", per_sample_weights=mix.flatten()[at])
+    rows = lambda name, t: scratch.gather(name, t.view(M * J, d), at).split(p.sizes)
+    for job in zip(matrices(W, p.active), rows("U'", U), rows("N'", N), start.split(p.sizes)):
+        write_state_(*job)
+    h[some] = F.embedding_bag(
+        torch.arange(len(at), device=at.device), start, first, mode="sum", per_sample_weights=mix.flatten()[at]
+    )
     return some
 
 # %% ../nbs/11_fused.ipynb #42c48591
 class Queries(Stepped):
     "The queries under SGD steps: `hold` one, `step`; at the end of a block `keep_`, and `write_` for who wants to see h and W_Q."
-    def pending(self): return bool(self.done or self.frame)
+
+    def pending(self):
+        return bool(self.done or self.frame)
 
     def keep_(self):
         "Take a block's steps into the frame."
-        if not self.done: return
-        if self.frame is None: self.frame = self.new_frame()
+        if not self.done:
+            return
+        if self.frame is None:
+            self.frame = self.new_frame()
         self.move_(*self.frame)
 
-    def move_(self, h, W): # W_Q transposed, or their coordinates
+    def move_(self, h, W):  # W_Q transposed, or their coordinates
         "Take a block's steps in; returns who has moved."
         some = write_states_(h, W, self.done, self.scratch)
-        self.fold_(); self.done = []
+        self.fold_()
+        self.done = []
         return some
 
     def write_(self):
         "Into h and W_Q with all steps."
-        if not self.pending(): return
-        if self.frame: self.keep_(); some = self.unframe_()
-        else: some = self.move_(self.h, self.W.mT)
+        if not self.pending():
+            return
+        if self.frame:
+            self.keep_()
+            some = self.unframe_()
+        else:
+            some = self.move_(self.h, self.W.mT)
         h = self.h[some]
         self.q, self.s = self.q.index_copy(0, some, row_by_row(h, self.W, some)), self.s.index_copy(0, some, dot(h, h))
         self.note()
@@ -368,29 +514,33 @@ class Queries(Stepped):
         "Out of the frame; returns all mechanisms."
         for h, W, x, Y in zip(self.h, self.W, *self.frame):
             both = F.pad(torch.cat([W, h[:, None]], 1), (0, len(x) - 1 - W.shape[1]))
-            torch.mv(both, x, out=h); torch.mm(both, Y.t(), out=W)
+            torch.mv(both, x, out=h)
+            torch.mm(both, Y.t(), out=W)
         self.frame = None
         return torch.arange(len(self.h), device=self.h.device)
 
 # %% ../nbs/11_fused.ipynb #e87551b1
 _queries = weakref.WeakKeyDictionary()
 
+
 @torch.no_grad()
 def moving_queries(layer) -> Queries:
     "The state of a layer's queries, from memory if nobody else has moved h or W_Q."
     own = _queries.get(layer)
-    if own is None or own.then != [(t.data_ptr(), t._version) for t in (layer.h, layer.W_Q)]: own = _queries[layer] = Queries(layer)
+    if own is None or own.then != [(t.data_ptr(), t._version) for t in (layer.h, layer.W_Q)]:
+        own = _queries[layer] = Queries(layer)
     return own
 
 # %% ../nbs/11_fused.ipynb #67205396
 class AIMOutputs(Steps):
     "One episode of a block: outputs and slopes from the block's products and the steps that are pending."
+
     def __init__(self, run, t):
         super().__init__(run.layer, run.Z[t], run.n)
         aim, n, held = self.layer, self.n, run.values
-        self.run, self.ranks, self.mask, self.first, self.lr = run, run.ranks[t], None, held.n, 0.
-        held.z[held.n:held.n + n] = self.z[:n]              # the support rows may join those that are pending
-        self.gram = self.z @ held.z[:held.n + n].t()
+        self.run, self.ranks, self.mask, self.first, self.lr = run, run.ranks[t], None, held.n, 0.0
+        held.z[held.n : held.n + n] = self.z[:n]  # the support rows may join those that are pending
+        self.gram = self.z @ held.z[: held.n + n].t()
         self.k, self.q = aim.keys(self.z), run.queries.q
         self.a, self.parts, self.known = aim.scores(self.k, self.q), [run.parts[t]], run.known[t]
         if n:
@@ -399,69 +549,88 @@ class AIMOutputs(Steps):
 
     def _late(self, mask) -> list:
         "The products that the block does not have yet."
-        late = mask & ~self.known[:len(mask)]
-        if not late.any(): return []
-        self.known[:len(mask)] |= late
+        late = mask & ~self.known[: len(mask)]
+        if not late.any():
+            return []
+        self.known[: len(mask)] |= late
         self.parts.append(few_products(self.z, self.layer.W_M, late))
         return self.parts[-1:]
 
     def _output(self, parts, w):
         y = part_sum(parts[0], w)
-        for p in parts[1:]: y[:len(p.starts)] += part_sum(p, w)
-        y, self.norm = self.run.values.move(y, w, self.gram[:len(w)]), None
-        if self.layer.gate == "raw": y, self.norm = unit(y)
+        for p in parts[1:]:
+            y[: len(p.starts)] += part_sum(p, w)
+        y, self.norm = self.run.values.move(y, w, self.gram[: len(w)]), None
+        if self.layer.gate == "raw":
+            y, self.norm = unit(y)
         self.y = y
         return y
 
-    def _slopes(self, parts, g, a, mask): # dL/ds
+    def _slopes(self, parts, g, a, mask):  # dL/ds
         da, scratch = g.new_zeros(len(g), self.layer.M), self.run.scratch
-        for p in parts: da.index_put_((p.rows, p.mech), part_slopes(p, g, scratch))
-        ds = self.run.values.tilt(da, g, self.gram[:len(g)]).mul_(mask).div_(math.sqrt(self.layer.d_k))
-        return ds.mul_(a*(1 - a)) if self.layer.gate == "sigmoid" else ds
+        for p in parts:
+            da.index_put_((p.rows, p.mech), part_slopes(p, g, scratch))
+        ds = self.run.values.tilt(da, g, self.gram[: len(g)]).mul_(mask).div_(math.sqrt(self.layer.d_k))
+        return ds.mul_(a * (1 - a)) if self.layer.gate == "sigmoid" else ds
 
-    def _unit_grad(self, g): return g if self.norm is None else unit_grad(g, self.y, self.norm)
+    def _unit_grad(self, g):
+        return g if self.norm is None else unit_grad(g, self.y, self.norm)
 
 # %% ../nbs/11_fused.ipynb #a650fdd0
 class AIMSteps(AIMOutputs):
     "The two steps of the episode."
-    def support(self): return self._output(self.own, self.a[:self.n]*self.mask_in)
+
+    def support(self):
+        return self._output(self.own, self.a[: self.n] * self.mask_in)
 
     def adapt(self, g, lr):
-        aim, n, a, g = self.layer, self.n, self.a[:self.n], self._unit_grad(g)
+        aim, n, a, g = self.layer, self.n, self.a[: self.n], self._unit_grad(g)
         ds = self._slopes(self.own, g, a, self.mask_in)
-        self.dk, self.lr, gram = ds @ self.q, lr, self.gram[:, self.first:]
+        self.dk, self.lr, gram = ds @ self.q, lr, self.gram[:, self.first :]
         self.q = self.run.queries.hold(ds.t() @ self.k[:n], lr)
-        self.k = torch.addmm(self.k, gram if aim.b_K is None else gram + 1, self.dk, alpha=-lr)     # the key bias moves like the weight of a constant feature 1
-        self.run.values.add(self.z[:n], a*self.mask_in, g*lr)
+        self.k = torch.addmm(
+            self.k, gram if aim.b_K is None else gram + 1, self.dk, alpha=-lr
+        )  # the key bias moves like the weight of a constant feature 1
+        self.run.values.add(self.z[:n], a * self.mask_in, g * lr)
         self.a = aim.scores(self.k, self.q)
 
     def output(self):
-        if self.mask is None: self.mask = self.layer.choose(self.a, self.ranks); self._late(self.mask)
-        return self._output(self.parts, self.a*self.mask)
+        if self.mask is None:
+            self.mask = self.layer.choose(self.a, self.ranks)
+            self._late(self.mask)
+        return self._output(self.parts, self.a * self.mask)
 
     def write_(self, g, lr, keep=True):
         aim, run, g = self.layer, self.run, self._unit_grad(g)
         ds = self._slopes(self.parts, g, self.a, self.mask)
-        if not keep: run.values.n = self.first
-        run.values.add(self.z, self.a*self.mask, g*lr)
+        if not keep:
+            run.values.n = self.first
+        run.values.add(self.z, self.a * self.mask, g * lr)
         dk = (ds @ self.q).mul_(lr)
-        if self.lr and keep: dk[:self.n].add_(self.dk, alpha=self.lr)
+        if self.lr and keep:
+            dk[: self.n].add_(self.dk, alpha=self.lr)
         aim.W_K.addmm_(self.z.t(), dk, alpha=-1)
-        if aim.b_K is not None: aim.b_K.sub_(dk.sum(0))
+        if aim.b_K is not None:
+            aim.b_K.sub_(dk.sum(0))
         run.queries.step(ds.t() @ self.k, lr, keep)
-        if run.alone: run.write_()
+        if run.alone:
+            run.write_()
 
 # %% ../nbs/11_fused.ipynb #3af5dbc1
 class AIMEpisodes(Episodes):
     "Those of AIM: between `begin` and the next one, or `write_`, only W_K moves, everything else is pending."
-    def __init__(self, layer, n=0, alone=False): # alone: every episode is written at once
+
+    def __init__(self, layer, n=0, alone=False):  # alone: every episode is written at once
         super().__init__(layer, n)
         self.alone, self.values, self.scratch, self.queries = alone, None, Scratch(), None
 
     def own_queries(self):
         "The layer's; those that hold steps of ours must still be its own."
         own = moving_queries(self.layer)
-        if self.queries not in (None, own) and self.queries.pending(): raise AimError("h or W_Q was changed while steps were pending; call write_() before changing a layer's weights.")
+        if self.queries not in (None, own) and self.queries.pending():
+            raise AimError(
+                "h or W_Q was changed while steps were pending; call write_() before changing a layer's weights."
+            )
         self.queries = own
         return own
 
@@ -470,30 +639,44 @@ class AIMEpisodes(Episodes):
         aim, n, (T, B), queries = self.layer, self.n, Z.shape[:2], self.own_queries()
         queries.keep_()
         pending = self.values.by_mechanism(self.scratch) if self.values and self.values.n else {}
-        self.Z, self.ranks_in, self.ranks = Z, ranks_in or [None]*T, ranks or [None]*T
-        if self.values is None or len(self.values.z) < T*(B + n): self.values = Pending(T*(B + n), aim.d_in, aim.M, aim.d_out, aim.h.detach())
-        a, stack = aim.scores(aim.keys(Z), queries.q), lambda r: None if r[0] is None else torch.stack(r).view(T, -1, aim.K)
+        self.Z, self.ranks_in, self.ranks = Z, ranks_in or [None] * T, ranks or [None] * T
+        if self.values is None or len(self.values.z) < T * (B + n):
+            self.values = Pending(T * (B + n), aim.d_in, aim.M, aim.d_out, aim.h.detach())
+        a, stack = (
+            aim.scores(aim.keys(Z), queries.q),
+            lambda r: None if r[0] is None else torch.stack(r).view(T, -1, aim.K),
+        )
         self.known = aim.choose(a, stack(self.ranks))
-        if n: self.known[:, :n] |= aim.choose(a[:, :n], stack(self.ranks_in))
-        self.parts, self.heads = part_split(products(Z.flatten(0, 1), aim.W_M, self.known.flatten(0, 1), self.scratch, aim.threads, pending), T, n)
+        if n:
+            self.known[:, :n] |= aim.choose(a[:, :n], stack(self.ranks_in))
+        self.parts, self.heads = part_split(
+            products(Z.flatten(0, 1), aim.W_M, self.known.flatten(0, 1), self.scratch, aim.threads, pending), T, n
+        )
 
     @torch.no_grad()
-    def __getitem__(self, t): return AIMSteps(self, t)
+    def __getitem__(self, t):
+        return AIMSteps(self, t)
 
     @torch.no_grad()
     def write_(self):
         self.own_queries().write_()
-        if self.values and self.values.n: self.values.write_(self.layer.W_M.detach(), self.scratch, self.layer.threads)
+        if self.values and self.values.n:
+            self.values.write_(self.layer.W_M.detach(), self.scratch, self.layer.threads)
 
 # %% ../nbs/11_fused.ipynb #8bc35662
 def block_length(layer) -> int:
     "Episodes that are best taken together."
     return 8 if isinstance(layer, AIM) else 1
 
-def episodes(layer, n=0, alone=False) -> Episodes: # n: support rows of an episode; alone: every episode is written at once
+
+def episodes(
+    layer, n=0, alone=False
+) -> Episodes:  # n: support rows of an episode; alone: every episode is written at once
     "The fused steps of a layer, for a run of episodes."
-    if isinstance(layer, AIM): return AIMEpisodes(layer, n, alone)
+    if isinstance(layer, AIM):
+        return AIMEpisodes(layer, n, alone)
     return (LinearEpisodes if isinstance(layer, LinearTwin) else IdentityEpisodes)(layer, n)
+
 
 def steps(layer, z, n=0, ranks_in=None, ranks=None) -> Steps:
     "The steps of one episode; `write_` writes them."

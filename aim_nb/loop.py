@@ -16,7 +16,8 @@ __all__ = ['History', 'Window', 'first_bad', 'interrupts', 'wants_fresh', 'modul
 # %% ../nbs/16_loop.ipynb #068a85dd
 class History(list):
     "Rows of a run, one a validation, and where the best of them is."
-    def __init__(self, rows=(), best_step=None, seconds=0., save_seconds=0.):
+
+    def __init__(self, rows=(), best_step=None, seconds=0.0, save_seconds=0.0):
         super().__init__(rows)
         self.best_step, self.seconds, self.save_seconds, self.resumed = best_step, seconds, save_seconds, 0
 
@@ -26,23 +27,29 @@ class History(list):
         return next((r for r in self if r["step"] == self.best_step), None)
 
     @property
-    def last(self): return self[-1] if self else None
+    def last(self):
+        return self[-1] if self else None
 
     def column(self, name) -> list:
         "One metric over the rows that have it."
         return [r[name] for r in self if name in r]
 
-    def asdict(self): return dict(rows=list(self), best_step=self.best_step, seconds=self.seconds, save_seconds=self.save_seconds)
+    def asdict(self):
+        return dict(rows=list(self), best_step=self.best_step, seconds=self.seconds, save_seconds=self.save_seconds)
 
 # %% ../nbs/16_loop.ipynb #b4768fdc
 def _floats(values):
     "Python floats of a list of numbers or 0-d tensors, one wait for all of them."
-    if all(map(torch.is_tensor, values)): return torch.stack(values).tolist()
+    if all(map(torch.is_tensor, values)):
+        return torch.stack(values).tolist()
     return [float(v) for v in values]
+
 
 class Window:
     "Sums of the metrics of the steps since the last validation."
-    def __init__(self, sums=(), count=0): self.sums, self.count, self.pending = dict(sums), count, []
+
+    def __init__(self, sums=(), count=0):
+        self.sums, self.count, self.pending = dict(sums), count, []
 
     def add(self, i, metrics):
         self.pending.append((i, {k: v.detach() if torch.is_tensor(v) else v for k, v in metrics.items()}))
@@ -51,11 +58,14 @@ class Window:
         "Take in what is pending; the first value that is not finite raises `FloatingPointError`."
         for k in self.pending[0][1] if self.pending else ():
             for (i, _), v in zip(self.pending, _floats([m[k] for _, m in self.pending])):
-                if not math.isfinite(v): raise FloatingPointError(f"{k} is {v} at step {i}")
-                self.sums[k] = self.sums.get(k, 0.) + v
-        self.count += len(self.pending); self.pending.clear()
+                if not math.isfinite(v):
+                    raise FloatingPointError(f"{k} is {v} at step {i}")
+                self.sums[k] = self.sums.get(k, 0.0) + v
+        self.count += len(self.pending)
+        self.pending.clear()
 
-    def means(self): return {k: v/self.count for k, v in self.sums.items()}
+    def means(self):
+        return {k: v / self.count for k, v in self.sums.items()}
 
 # %% ../nbs/16_loop.ipynb #f423ecdc
 def first_bad(tensors) -> str:
@@ -67,23 +77,32 @@ def first_bad(tensors) -> str:
 def interrupts():
     "A list that gets an entry at the first Ctrl-C; the second one is a KeyboardInterrupt as ever."
     asked = []
+
     def note(signum, frame):
-        if asked: raise KeyboardInterrupt
+        if asked:
+            raise KeyboardInterrupt
         asked.append(signum)
-    if threading.current_thread() is not threading.main_thread(): yield asked; return  # only the main thread may set handlers
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return  # only the main thread may set handlers
     before = signal.signal(signal.SIGINT, note)
-    try: yield asked
-    finally: signal.signal(signal.SIGINT, before)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 # %% ../nbs/16_loop.ipynb #6e8cb99e
 _begun = set()
 
+
 def wants_fresh(
-    fresh, # True, False, or None: what $AIM_FRESH says
-    run,   # a name for the run, such as its folder
+    fresh,  # True, False, or None: what $AIM_FRESH says
+    run,  # a name for the run, such as its folder
 ) -> bool:
     "Whether the run should forget what is on disk."
-    if fresh is not None: return fresh
+    if fresh is not None:
+        return fresh
     again = str(run) in _begun
     _begun.add(str(run))
     return os.environ.get("AIM_FRESH", "") not in ("", "0") and not again
@@ -93,65 +112,92 @@ def module_tensors(module, prefix="") -> dict:
     "Parameters and buffers of a module by name."
     return {prefix + k: v for k, v in module.state_dict().items()}
 
+
 def load_module(module, tensors, prefix=""):
     "Copy them back; a missing or an unknown name is an error."
-    module.load_state_dict({k[len(prefix):]: v for k, v in tensors.items() if k.startswith(prefix)}, strict=True)
+    module.load_state_dict({k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}, strict=True)
 
 # %% ../nbs/16_loop.ipynb #d16dd093
 def optimizer_tensors(optimizer, prefix="opt.") -> dict:
     "The state of a torch optimiser as flat tensors."
     params = [p for g in optimizer.param_groups for p in g["params"]]
-    return {f"{prefix}{i}.{k}": torch.as_tensor(v) for i, p in enumerate(params) for k, v in optimizer.state.get(p, {}).items() if v is not None}
+    return {
+        f"{prefix}{i}.{k}": torch.as_tensor(v)
+        for i, p in enumerate(params)
+        for k, v in optimizer.state.get(p, {}).items()
+        if v is not None
+    }
+
 
 def load_optimizer(optimizer, tensors, prefix="opt."):
     "Put that state back."
     params = [(p, g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]]
     optimizer.state.clear()
     for name in (k for k in tensors if k.startswith(prefix)):
-        i, key = name[len(prefix):].split(".", 1)
+        i, key = name[len(prefix) :].split(".", 1)
         (p, beside), v = params[int(i)], tensors[name]
         on = p.device if beside or key != "step" else v.device
-        optimizer.state[p][key] = torch.empty_like(p).copy_(v) if v.shape == p.shape and v.dim() else v.to(on, copy=True)
+        optimizer.state[p][key] = (
+            torch.empty_like(p).copy_(v) if v.shape == p.shape and v.dim() else v.to(on, copy=True)
+        )
 
 # %% ../nbs/16_loop.ipynb #fa02e784
 def check_fit(
-    saved, # tensors of a checkpoint
-    own,   # tensors of the trainee as it is now
+    saved,  # tensors of a checkpoint
+    own,  # tensors of the trainee as it is now
 ):
     "Refuse tensors that the trainee cannot take, before any is loaded."
     bad = [k for k in own if k not in saved or saved[k].shape != own[k].shape]
-    if bad: raise AimError(f"the checkpoint does not fit this model ({', '.join(bad[:3])} missing or of another shape); start over with --fresh.")
+    if bad:
+        raise AimError(
+            f"the checkpoint does not fit this model ({', '.join(bad[:3])} missing or of another shape); start over with --fresh."
+        )
 
 # %% ../nbs/16_loop.ipynb #9aab710e
 class SaveClock:
     "Says when the next checkpoint is due."
-    def __init__(self, every=0, least=20., share=0.025):
-        self.every, self.least, self.share, self.spent = every, least, share, 0.
-        self.total, self.before, self.since = 0., 0., time.monotonic()
+
+    def __init__(self, every=0, least=20.0, share=0.025):
+        self.every, self.least, self.share, self.spent = every, least, share, 0.0
+        self.total, self.before, self.since = 0.0, 0.0, time.monotonic()
 
     def due(self, n) -> bool:
-        if self.every: return n % self.every == 0
-        return time.monotonic() - self.since >= max(self.least, self.spent/self.share)
+        if self.every:
+            return n % self.every == 0
+        return time.monotonic() - self.since >= max(self.least, self.spent / self.share)
 
     @contextlib.contextmanager
     def spend(self, last=True):
         "Measure a write; the pause starts anew after the `last` of a save."
-        start = time.monotonic(); yield
+        start = time.monotonic()
+        yield
         took = time.monotonic() - start
         self.total += took
-        if last: self.spent, self.before, self.since = self.total - self.before, self.total, time.monotonic()
+        if last:
+            self.spent, self.before, self.since = self.total - self.before, self.total, time.monotonic()
 
 # %% ../nbs/16_loop.ipynb #29e74513
 class Keeper:
     "Takes a trainee's state to disk and back; without checkpoints it does nothing."
+
     def __init__(self, trainee, checkpoints=None, save_every=0, desc="run"):
-        self.trainee, self.checkpoints, self.desc, self.clock, self.saved = trainee, checkpoints, desc, SaveClock(save_every), -1
+        self.trainee, self.checkpoints, self.desc, self.clock, self.saved = (
+            trainee,
+            checkpoints,
+            desc,
+            SaveClock(save_every),
+            -1,
+        )
         self.best = None
 
     def restore(self, steps):
         "Load the newest checkpoint into the trainee and return it, None when there is none."
-        if not self.checkpoints or not (found := self.checkpoints.latest()): return None
-        if found.step > steps: raise AimError(f"{self.desc} is at step {found.step:,} already, past the {steps:,} asked for; ask for more, or set $AIM_RUNS to another folder to train it there (--fresh would delete the longer training).")
+        if not self.checkpoints or not (found := self.checkpoints.latest()):
+            return None
+        if found.step > steps:
+            raise AimError(
+                f"{self.desc} is at step {found.step:,} already, past the {steps:,} asked for; ask for more, or set $AIM_RUNS to another folder to train it there (--fresh would delete the longer training)."
+            )
         check_fit(found.tensors, self.trainee.tensors())
         self.trainee.load(found.tensors)
         self.saved = found.step
@@ -159,26 +205,34 @@ class Keeper:
 
     def save(self, n, meta):
         "Write the state after `n` steps."
-        if not self.checkpoints: return
+        if not self.checkpoints:
+            return
         with self.clock.spend():
             tensors = self.checked(n, self.trainee.tensors())
-            if self.best: self.checkpoints.save_best(*self.best)
+            if self.best:
+                self.checkpoints.save_best(*self.best)
             self.checkpoints.save(n, tensors, meta)
         self.saved, self.best = n, None
 
     def save_best(self, n, row):
         "Set the best state aside for the next save."
-        if not self.checkpoints: return
+        if not self.checkpoints:
+            return
         with self.clock.spend(last=False):
             tensors = self.checked(n, getattr(self.trainee, "weights", self.trainee.tensors)())
             self.best = n, {k: t.detach().clone() for k, t in tensors.items()}, row
 
     def checked(self, n, tensors):
-        if bad := first_bad(tensors): raise self.failure(f"{bad} is no longer finite after step {n-1}")
+        if bad := first_bad(tensors):
+            raise self.failure(f"{bad} is no longer finite after step {n - 1}")
         return tensors
 
     def failure(self, why):
-        left = f"the last good checkpoint (step {max(self.saved, 0)}) is kept in {self.checkpoints.dir}" if self.checkpoints else "nothing was saved"
+        left = (
+            f"the last good checkpoint (step {max(self.saved, 0)}) is kept in {self.checkpoints.dir}"
+            if self.checkpoints
+            else "nothing was saved"
+        )
         return AimError(f"{self.desc}: {why}; stopped, {left}. Try a smaller learning rate.")
 
 # %% ../nbs/16_loop.ipynb #1ad5cc64
@@ -186,27 +240,45 @@ def _plain(v):
     "Numbers and lists as JSON has them."
     return v.tolist() if hasattr(v, "tolist") else v
 
+
 def _tell(callbacks, event, *args):
     "Call what listens to `event`; a plain function listens to validations."
     for c in callbacks:
         listens = hasattr(c, "on_step") or hasattr(c, "on_validate")
         f = getattr(c, event, None) if listens else c if event == "on_validate" else None
-        if f: f(*args)
+        if f:
+            f(*args)
 
 # %% ../nbs/16_loop.ipynb #56233671
 class Loop:
     "A run between its steps: where it is, what it has seen."
+
     def __init__(self, trainee, steps, val_every, keeper, callbacks, best):
-        self.trainee, self.steps, self.val_every, self.keeper, self.callbacks = trainee, steps, val_every, keeper, callbacks
+        self.trainee, self.steps, self.val_every, self.keeper, self.callbacks = (
+            trainee,
+            steps,
+            val_every,
+            keeper,
+            callbacks,
+        )
         self.metric, self.sign = best.lstrip("-"), -1 if best.startswith("-") else 1
         self.n, self.history, self.window, self.looked = 0, History(), Window(), time.monotonic()
         self.kept = None
         if found := keeper.restore(steps):
-            self.n, self.history, self.window = found.step, History(**found.meta["history"]), Window(**found.meta["window"])
+            self.n, self.history, self.window = (
+                found.step,
+                History(**found.meta["history"]),
+                Window(**found.meta["window"]),
+            )
             self.kept = self.mark()
-        self.history.resumed, self.before, self.start = self.n, (self.history.seconds, self.history.save_seconds), time.monotonic()
+        self.history.resumed, self.before, self.start = (
+            self.n,
+            (self.history.seconds, self.history.save_seconds),
+            time.monotonic(),
+        )
 
-    def mark(self): return self.n, len(self.history)
+    def mark(self):
+        return self.n, len(self.history)
 
     def due(self):
         "Whether a validation belongs here and is not in the history yet."
@@ -221,8 +293,10 @@ class Loop:
 
     def read(self):
         "Take in pending metrics; a bad one ends the run."
-        try: self.window.read()
-        except FloatingPointError as e: raise self.keeper.failure(e) from None
+        try:
+            self.window.read()
+        except FloatingPointError as e:
+            raise self.keeper.failure(e) from None
         self.looked = time.monotonic()
 
     def validate(self):
@@ -231,7 +305,7 @@ class Loop:
         row = dict(step=self.n, **self.window.means(), **{k: _plain(v) for k, v in measured.items()})
         best, self.window = self.history.best, Window()
         self.history.append(row)
-        if self.metric in row and (best is None or self.sign*row[self.metric] > self.sign*best[self.metric]):
+        if self.metric in row and (best is None or self.sign * row[self.metric] > self.sign * best[self.metric]):
             self.history.best_step = self.n
             self.keeper.save_best(self.n, row)
         _tell(self.callbacks, "on_validate", row)
@@ -239,6 +313,7 @@ class Loop:
 # %% ../nbs/16_loop.ipynb #837a79f6
 class Run(Loop):
     "A run that goes."
+
     def save(self):
         "Write the state and all the run remembers."
         h, self.kept = self.history, self.mark()
@@ -250,41 +325,61 @@ class Run(Loop):
     def go(self, bar, asked):
         "From where the run is to its end."
         while self.due() or self.n < self.steps:
-            if self.due(): self.read(); self.validate(); bar.set_postfix(self.shown(), refresh=False); continue
-            if asked: return
-            self.step(); bar.update()
+            if self.due():
+                self.read()
+                self.validate()
+                bar.set_postfix(self.shown(), refresh=False)
+                continue
+            if asked:
+                return
+            self.step()
+            bar.update()
             saving = self.n < self.steps and self.keeper.clock.due(self.n)
             if saving or len(self.window.pending) >= 50 or time.monotonic() - self.looked > 1:
-                self.read(); bar.set_postfix(self.shown(), refresh=False)
-            if saving: self.save()
+                self.read()
+                bar.set_postfix(self.shown(), refresh=False)
+            if saving:
+                self.save()
 
     def shown(self):
         "What stands beside the progress bar."
         last = self.history.last or {}
         means = self.window.means() if self.window.count else last
-        return {k: f"{v:.3g}" for k, v in ({k: last[k] for k in (self.metric,) if k in last} | means).items() if k != "step" and isinstance(v, float)}
+        return {
+            k: f"{v:.3g}"
+            for k, v in ({k: last[k] for k in (self.metric,) if k in last} | means).items()
+            if k != "step" and isinstance(v, float)
+        }
 
 # %% ../nbs/16_loop.ipynb #4b11a07f
 def run_loop(
-    trainee,          # has step, tensors, load, and perhaps validate and weights
-    steps,            # how many in all, those of earlier runs included
-    val_every=0,      # steps between validations (0: only at the end)
-    checkpoints=None, # a `Checkpoints`, None to keep nothing
-    save_every=0,     # steps between saves (0: as often as costs at most 2.5 % of the time)
-    callbacks=(),     # functions of a validation's row, or objects with on_step(i, metrics) and on_validate(row)
-    desc="run",       # what the progress bar says
+    trainee,  # has step, tensors, load, and perhaps validate and weights
+    steps,  # how many in all, those of earlier runs included
+    val_every=0,  # steps between validations (0: only at the end)
+    checkpoints=None,  # a `Checkpoints`, None to keep nothing
+    save_every=0,  # steps between saves (0: as often as costs at most 2.5 % of the time)
+    callbacks=(),  # functions of a validation's row, or objects with on_step(i, metrics) and on_validate(row)
+    desc="run",  # what the progress bar says
     best="accuracy",  # the metric that chooses the best state; "-loss": smaller is better
-    fresh=None,       # forget what is on disk (None: what $AIM_FRESH says)
+    fresh=None,  # forget what is on disk (None: what $AIM_FRESH says)
 ) -> History:
     "Train to the end, from where the last run of the same identity stopped; the trainee is left in its last state."
     keep_memory()
     with checkpoints.lock() if checkpoints else contextlib.nullcontext(), interrupts() as asked:
-        if checkpoints and wants_fresh(fresh, checkpoints.dir): checkpoints.clear()
+        if checkpoints and wants_fresh(fresh, checkpoints.dir):
+            checkpoints.clear()
         run = Run(trainee, steps, val_every, Keeper(trainee, checkpoints, save_every, desc), callbacks, best)
-        if 0 < run.n < steps: print(f"{desc}: resumed at step {run.n:,} of {steps:,}")
-        with progress(total=steps, initial=run.n, desc=desc, disable=run.n == steps and not run.due()) as bar: run.go(bar, asked)
-        if run.kept != run.mark(): run.read(); run.save()
+        if 0 < run.n < steps:
+            print(f"{desc}: resumed at step {run.n:,} of {steps:,}")
+        with progress(total=steps, initial=run.n, desc=desc, disable=run.n == steps and not run.due()) as bar:
+            run.go(bar, asked)
+        if run.kept != run.mark():
+            run.read()
+            run.save()
     if asked:
-        print(f"{desc}: stopped after step {run.n:,} of {steps:,}" + (", saved; run the same command again to go on." if checkpoints else "."))
+        print(
+            f"{desc}: stopped after step {run.n:,} of {steps:,}"
+            + (", saved; run the same command again to go on." if checkpoints else ".")
+        )
         raise KeyboardInterrupt
     return run.history

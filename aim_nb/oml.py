@@ -20,26 +20,31 @@ __all__ = ['N_OUT', 'linear', 'Tail', 'FastTail', 'inner_steps', 'reduced', 'mak
 
 # %% ../nbs/13_oml.ipynb #28d757f2
 def linear(
-    d_in, d_out,
-    generator=None, # None: torch's own
-    gain=2,         # variance of the outputs for inputs of variance 1; 2 makes up for a ReLU
+    d_in,
+    d_out,
+    generator=None,  # None: torch's own
+    gain=2,  # variance of the outputs for inputs of variance 1; 2 makes up for a ReLU
 ) -> nn.Linear:
     "A linear layer with Kaiming-normal weights and zero bias, drawn from `generator`."
     layer = nn.utils.skip_init(nn.Linear, d_in, d_out)
     with torch.no_grad():
-        layer.weight.normal_(0, math.sqrt(gain/d_in), generator=generator)
+        layer.weight.normal_(0, math.sqrt(gain / d_in), generator=generator)
         layer.bias.zero_()
     return layer
 
+
 class Tail(nn.Module):
     "From features to logits: reduce (maybe), a layer (maybe), fc."
-    def __init__(self,
-        d,               # features in
-        n_out,           # outputs of fc
-        layer=None,      # d -> nn.Module with d_out, or None
-        d_reduce=0,      # width after `reduce` (0: no such layer)
-        relu=True,       # whether reduce ends in a ReLU (OML) or not (ANML)
-        generator=None):
+
+    def __init__(
+        self,
+        d,  # features in
+        n_out,  # outputs of fc
+        layer=None,  # d -> nn.Module with d_out, or None
+        d_reduce=0,  # width after `reduce` (0: no such layer)
+        relu=True,  # whether reduce ends in a ReLU (OML) or not (ANML)
+        generator=None,
+    ):
         super().__init__()
         self.reduce, self.relu = (linear(d, d_reduce, generator, 2 if relu else 1) if d_reduce else None), relu
         self.layer = layer(d_reduce or d) if layer else Identity(d_reduce or d)
@@ -50,22 +55,31 @@ class Tail(nn.Module):
         z = f if self.reduce is None else self.reduce(f)
         return z.relu() if self.reduce is not None and self.relu else z
 
-    def embed(self, f, ranks=None): return self.layer(self.reduced(f), ranks=ranks)    # the input of fc
-    def forward(self, f, ranks=None): return self.fc(self.embed(f, ranks))
+    def embed(self, f, ranks=None):
+        return self.layer(self.reduced(f), ranks=ranks)  # the input of fc
+
+    def forward(self, f, ranks=None):
+        return self.fc(self.embed(f, ranks))
 
 # %% ../nbs/13_oml.ipynb #4673c230
 def _fast(layer, lr, order):
     "The layer under fast weights."
-    if isinstance(layer, AIM): return FastAIM(layer, lr, order)
-    if isinstance(layer, LinearTwin): return FastLinear(layer.W.t(), None, lr, order)
+    if isinstance(layer, AIM):
+        return FastAIM(layer, lr, order)
+    if isinstance(layer, LinearTwin):
+        return FastLinear(layer.W.t(), None, lr, order)
     return None
+
 
 class FastTail:
     "A `Tail` whose weights move by SGD, kept as slow weights plus rank-1 terms."
-    def __init__(self,
-        tail:Tail,
-        lr=1e-2,         # inner learning rate
-        order="first"):  # of the meta-gradient: first | second
+
+    def __init__(
+        self,
+        tail: Tail,
+        lr=1e-2,  # inner learning rate
+        order="first",
+    ):  # of the meta-gradient: first | second
         self.tail = tail
         self.reduce = tail.reduce and FastLinear(tail.reduce.weight, tail.reduce.bias, lr, order)
         self.layer = _fast(tail.layer, lr, order)
@@ -76,87 +90,112 @@ class FastTail:
         self.on = None
         if self.reduce:
             f = self.reduce(f)
-            if self.tail.relu: self.on = f > 0; f = f*self.on
-        if isinstance(self.layer, FastAIM): f = self.layer(f, ranks)
-        elif self.layer: f = self.layer(f)
+            if self.tail.relu:
+                self.on = f > 0
+                f = f * self.on
+        if isinstance(self.layer, FastAIM):
+            f = self.layer(f, ranks)
+        elif self.layer:
+            f = self.layer(f)
         return self.fc(f)
 
     def step(self, g):
         "One SGD step of every layer, given dL/dlogits of the last call; returns dL/df."
         g = self.fc.step(g)
-        if self.layer: g = self.layer.step(g)
-        if self.on is not None: g = g*self.on
+        if self.layer:
+            g = self.layer.step(g)
+        if self.on is not None:
+            g = g * self.on
         return self.reduce.step(g) if self.reduce else g
 
 # %% ../nbs/13_oml.ipynb #4c7fadd9
 def inner_steps(
-    fast,        # a FastTail
-    f,           # features of the trajectory (T, d)
-    labels,      # (T,)
+    fast,  # a FastTail
+    f,  # features of the trajectory (T, d)
+    labels,  # (T,)
     ranks=None,  # one choice of ranks for each step, or None
 ):
     "Learn the trajectory image by image; returns the logits met on the way (T, n_out)."
     met = []
     for t in range(len(f)):
-        logits = fast(f[t:t+1], None if ranks is None else ranks[t])
-        fast.step(logits.softmax(-1) - F.one_hot(labels[t:t+1], logits.shape[-1]).to(logits.dtype))
+        logits = fast(f[t : t + 1], None if ranks is None else ranks[t])
+        fast.step(logits.softmax(-1) - F.one_hot(labels[t : t + 1], logits.shape[-1]).to(logits.dtype))
         met.append(logits)
     return torch.cat(met)
 
 # %% ../nbs/13_oml.ipynb #4f7c95ae
 N_OUT = {"omniglot": 1000, "glyphs": 1000, "cifar100": 100, "mini-imagenet": 84}
 
+
 def reduced(d) -> int:
     "The width after the reduce layer: half, or 1,024 from 4,096 features on."
-    return d//2 if d < 4096 else 1024
+    return d // 2 if d < 4096 else 1024
+
 
 def make_layer(
-    kind,           # "" | linear | aim
-    n_out,          # outputs of fc, which the linear twin's count includes
+    kind,  # "" | linear | aim
+    n_out,  # outputs of fc, which the linear twin's count includes
     generator=None,
-    **aim,          # M, K, l, gate, select ... of AIM
+    **aim,  # M, K, l, gate, select ... of AIM
 ):
     "A function d -> layer, for `Tail`."
     check_choice("layer", kind, ("", "linear", "aim"))
-    if not kind: return None
+    if not kind:
+        return None
+
     def make(d):
         layer = AIM(d, d, **{"M": 64, "K": 10, "l": 2, "d_h": 128, "d_k": 128, "generator": generator, **aim})
-        if layer.gate == "sigmoid" and kind == "aim": layer.W_M.detach().mul_(1/layer.K)    # starts as the mean of K maps
+        if layer.gate == "sigmoid" and kind == "aim":
+            layer.W_M.detach().mul_(1 / layer.K)  # starts as the mean of K maps
         return layer if kind == "aim" else linear_twin(layer, fan_out=n_out, generator=generator)
+
     return make
 
 # %% ../nbs/13_oml.ipynb #d4b6cc1f
 class OML(nn.Module):
     "RLN -> tail. The tail is fast; what is slow besides the RLN is the trainer's choice (`slow_set`)."
-    slow = ("rln",)       # the paper's slow set, as name prefixes
-    def __init__(self,
-        shape,            # (C, H, W) of the images
-        n_out,            # classes there may ever be
-        layer="",         # "" (plain) | linear (Baseline) | aim
-        norm="affine",    # affine | instance
-        width=112,        # channels of the RLN
-        generator=None,   # for every initial weight
-        **aim):           # M, K, l, gate, select
+
+    slow = ("rln",)  # the paper's slow set, as name prefixes
+
+    def __init__(
+        self,
+        shape,  # (C, H, W) of the images
+        n_out,  # classes there may ever be
+        layer="",  # "" (plain) | linear (Baseline) | aim
+        norm="affine",  # affine | instance
+        width=112,  # channels of the RLN
+        generator=None,  # for every initial weight
+        **aim,
+    ):  # M, K, l, gate, select
         super().__init__()
         self.rln = make_backbone("oml-rln", shape, norm=norm, width=width or 112, generator=generator)
         make, d = make_layer(layer, n_out, generator, **aim), self.rln.d_out
         self.tail = Tail(d, n_out, make, d_reduce=reduced(d) if layer else 0, generator=generator)
 
-    def forward(self, x, ranks=None): return self.tail(self.rln(x), ranks)
+    def forward(self, x, ranks=None):
+        return self.tail(self.rln(x), ranks)
 
-    def features(self, x): return self.rln(x)             # the input of the tail
-    def fast_names(self, fast_set="paper"): return ("tail",)
+    def features(self, x):
+        return self.rln(x)  # the input of the tail
+
+    def fast_names(self, fast_set="paper"):
+        return ("tail",)
 
 # %% ../nbs/13_oml.ipynb #c3730160
 @torch.no_grad()
 def reset_rows(
-    fc,                # the output layer
-    classes,           # rows to draw anew
-    how="kaiming",     # kaiming (the parents) | normal: N(0, 1) (the release)
-    generator=None):
+    fc,  # the output layer
+    classes,  # rows to draw anew
+    how="kaiming",  # kaiming (the parents) | normal: N(0, 1) (the release)
+    generator=None,
+):
     "Draw the output rows of `classes` anew, in place."
-    std = {"kaiming": math.sqrt(2/fc.in_features), "normal": 1.}[check_choice("row_reset", how, ("kaiming", "normal"))]
-    for c in classes: fc.weight[int(c)].normal_(0, std, generator=generator)
+    std = {"kaiming": math.sqrt(2 / fc.in_features), "normal": 1.0}[
+        check_choice("row_reset", how, ("kaiming", "normal"))
+    ]
+    for c in classes:
+        fc.weight[int(c)].normal_(0, std, generator=generator)
+
 
 def draw_all_ranks(layer, n, generator):
     "One choice of ranks for each of `n` inner steps and one for the meta-batch; None where nothing is drawn."
@@ -165,20 +204,22 @@ def draw_all_ranks(layer, n, generator):
 
 # %% ../nbs/13_oml.ipynb #2e817a0e
 def oml_loss(
-    net:OML,
-    x,                # meta-batch images; where `n_inner` > 0 the last `n_inner` of them are the trajectory
-    y,                # their labels
-    n_inner=20,       # inner steps
-    x_inner=None,     # other images for the trajectory (the release's `redrawn`)
+    net: OML,
+    x,  # meta-batch images; where `n_inner` > 0 the last `n_inner` of them are the trajectory
+    y,  # their labels
+    n_inner=20,  # inner steps
+    x_inner=None,  # other images for the trajectory (the release's `redrawn`)
     y_inner=None,
-    lr=1e-2,          # inner learning rate
+    lr=1e-2,  # inner learning rate
     order="first",
-    generator=None,   # for the stochastic choice of ranks
+    generator=None,  # for the stochastic choice of ranks
 ):
     "The meta-loss; its gradient is that of the chosen order. Returns (loss, logits of the meta-batch, logits met in the inner loop)."
     f = net.rln(x)
-    if x_inner is None: f_in, y_in = f[-n_inner:], y[-n_inner:]
-    else: f_in, y_in = net.rln(x_inner), y_inner
+    if x_inner is None:
+        f_in, y_in = f[-n_inner:], y[-n_inner:]
+    else:
+        f_in, y_in = net.rln(x_inner), y_inner
     ranks, last = draw_all_ranks(net.tail.layer, len(f_in), generator)
     fast = FastTail(net.tail, lr, order)
     with torch.set_grad_enabled(order == "second" and torch.is_grad_enabled()):
@@ -188,21 +229,28 @@ def oml_loss(
 
 # %% ../nbs/13_oml.ipynb #d4ec235f
 def explicit_logits(
-    net,              # any network of fast and slow parameters
-    x, x_inner, y_inner,
-    fast_names,       # name prefixes of what the inner loop moves
-    lr=1e-2, order="first", ranks=None, last=None,
+    net,  # any network of fast and slow parameters
+    x,
+    x_inner,
+    y_inner,
+    fast_names,  # name prefixes of what the inner loop moves
+    lr=1e-2,
+    order="first",
+    ranks=None,
+    last=None,
 ):
     "The meta-batch's logits with explicit fast weights: slow, obvious, for any network."
     fast, slow = split_parameters(net, fast_names)
     start = fast
     for t in range(len(x_inner)):
         kw = {} if ranks is None else {"ranks": ranks[t]}
-        loss = F.cross_entropy(functional_call(net, {**slow, **fast}, (x_inner[t:t+1],), kw), y_inner[t:t+1])
+        loss = F.cross_entropy(functional_call(net, {**slow, **fast}, (x_inner[t : t + 1],), kw), y_inner[t : t + 1])
         g = torch.autograd.grad(loss, list(fast.values()), create_graph=order == "second", allow_unused=True)
-        fast = {k: p if d is None else p - lr*d for (k, p), d in zip(fast.items(), g)}
-    if order == "first": fast = {k: start[k] + (p - start[k]).detach() for k, p in fast.items()}
+        fast = {k: p if d is None else p - lr * d for (k, p), d in zip(fast.items(), g)}
+    if order == "first":
+        fast = {k: start[k] + (p - start[k]).detach() for k, p in fast.items()}
     return functional_call(net, {**slow, **fast}, (x,), {} if last is None else {"ranks": last})
+
 
 def explicit_loss(net, x, y, x_inner, y_inner, *args, **kwargs):
     "The meta-loss of these logits."

@@ -18,32 +18,49 @@ __all__ = ['TABLES', 'AIMS_OWN', 'FINE_RATES', 'paper_table', 'paper_value', 'Hy
            'paper_labels', 'paper_cells']
 
 # %% ../nbs/01_paper.ipynb #f0bfff25
-TABLES = {"few-shot": "tab:few-shot", "sto_count": "tab:sto_count", "active_mech": "tab:active_mech", "soft_hard": "tab:soft_hard",
-          "continualz": "tab:continualz", "independent": "re-runs by others", "pretrain": "the release's backbones"}
-_KINDS = dict.fromkeys(["n_shot", "K", "l", "n_classes", "rerun"], int) | dict.fromkeys(["accuracy", "ci", "printed_gain"], float)
+TABLES = {
+    "few-shot": "tab:few-shot",
+    "sto_count": "tab:sto_count",
+    "active_mech": "tab:active_mech",
+    "soft_hard": "tab:soft_hard",
+    "continualz": "tab:continualz",
+    "independent": "re-runs by others",
+    "pretrain": "the release's backbones",
+}
+_KINDS = dict.fromkeys(["n_shot", "K", "l", "n_classes", "rerun"], int) | dict.fromkeys(
+    ["accuracy", "ci", "printed_gain"], float
+)
+
 
 def _typed(column, text):
-    if column in ("transductive", "literature"): return text == "1"
+    if column in ("transductive", "literature"):
+        return text == "1"
     return _KINDS.get(column, str)(text) if text else None
 
 # %% ../nbs/01_paper.ipynb #9d517dcf
 @cache
-def _data(file): return (files("aim_nb")/"paper_data"/file).read_text(encoding="utf-8")
+def _data(file):
+    return (files("aim_nb") / "paper_data" / file).read_text(encoding="utf-8")
+
 
 @cache
-def _rows(name): return [{c: _typed(c, v) for c, v in row.items()} for row in csv.DictReader(io.StringIO(_data(f"{name}.csv")))]
+def _rows(name):
+    return [{c: _typed(c, v) for c, v in row.items()} for row in csv.DictReader(io.StringIO(_data(f"{name}.csv")))]
+
 
 def paper_table(
-    name,    # a key of `TABLES`
-    **where, # keep the rows with these values
+    name,  # a key of `TABLES`
+    **where,  # keep the rows with these values
 ) -> list:
     "The rows of a table, one dict a cell."
     rows = _rows(check_choice("table", name, TABLES))
-    for column in where: check_choice("column", column, rows[0])
+    for column in where:
+        check_choice("column", column, rows[0])
     return [dict(r) for r in rows if all(r[c] == v for c, v in where.items())]
 
 # %% ../nbs/01_paper.ipynb #9e84463b
-_VALUES = ("accuracy", "ci", "printed_gain", "transductive", "literature")    # every other column is a coordinate
+_VALUES = ("accuracy", "ci", "printed_gain", "transductive", "literature")  # every other column is a coordinate
+
 
 def _not_one(table, where, found):
     "Why `where` does not name one cell."
@@ -52,31 +69,37 @@ def _not_one(table, where, found):
         open_ = [c for c in found[0] if c not in _VALUES and len(several(found, c)) > 1]
         return f"{len(found)} cells of {table} fit; also give {' and '.join(open_)}."
     for c, v in where.items():
-        if v not in (have := several(paper_table(table), c)): return f"{table} has no {c}={v!r}; choose one of {', '.join(map(str, have))}."
+        if v not in (have := several(paper_table(table), c)):
+            return f"{table} has no {c}={v!r}; choose one of {', '.join(map(str, have))}."
     return f"{table} is empty at " + ", ".join(f"{c}={v!r}" for c, v in where.items()) + "; ask for another cell."
 
 # %% ../nbs/01_paper.ipynb #fd16dfee
 def paper_value(
-    table,   # a key of `TABLES`
-    **where, # coordinates of one cell
+    table,  # a key of `TABLES`
+    **where,  # coordinates of one cell
 ) -> tuple:
     "Accuracy and half width of the 95% interval (None where not printed) of one cell, in percent."
     rows = paper_table(table, **where)
-    if len(rows) != 1: raise AimError(_not_one(table, where, rows))
+    if len(rows) != 1:
+        raise AimError(_not_one(table, where, rows))
     return rows[0]["accuracy"], rows[0].get("ci")
 
 # %% ../nbs/01_paper.ipynb #a5629c5f
 class Hyper(NamedTuple):
     "A setting and where it is stated."
+
     value: object
     section: str
 
+
 @cache
-def _hyper(): return tomllib.loads(_data("hyper.toml"))      # reading it takes longer than all that is done with it
+def _hyper():
+    return tomllib.loads(_data("hyper.toml"))  # reading it takes longer than all that is done with it
+
 
 def hyper(
-    task,           # "fewshot" or "continual"
-    source="paper", # or "release": what only the published code says
+    task,  # "fewshot" or "continual"
+    source="paper",  # or "release": what only the published code says
 ) -> dict:
     "The settings of one of the paper's two parts, by name."
     tasks = _hyper()
@@ -85,7 +108,7 @@ def hyper(
 
 # %% ../nbs/01_paper.ipynb #ac0c3477
 def class_split(
-    name, # "cifar-fs" or "mini-imagenet"
+    name,  # "cifar-fs" or "mini-imagenet"
 ) -> dict:
     "The class names of the train, val and test split."
     splits = json.loads(_data("splits.json"))
@@ -96,15 +119,16 @@ def plain_method(method) -> str:
     "The method without what was added to it: `sib+aim` -> `sib`."
     return method.split("+")[0]
 
+
 def half_width(
-    *cis, # half widths of independent 95% intervals, None where not printed
+    *cis,  # half widths of independent 95% intervals, None where not printed
 ) -> float:
     "Half width of the 95% interval of a sum or difference."
-    return math.sqrt(sum((c or 0.)**2 for c in cis))
+    return math.sqrt(sum((c or 0.0) ** 2 for c in cis))
 
 # %% ../nbs/01_paper.ipynb #653c796c
 def fewshot_gains(
-    over="sib", # "sib" or "sib+linear"
+    over="sib",  # "sib" or "sib+linear"
 ) -> list:
     "SIB+AIM minus `over` in each of the eight settings, with the interval of the difference."
     rows = []
@@ -116,15 +140,23 @@ def fewshot_gains(
 
 # %% ../nbs/01_paper.ipynb #30273f12
 def gains(
-    dataset, # "omniglot", "cifar100" or "mini-imagenet"
+    dataset,  # "omniglot", "cifar100" or "mini-imagenet"
     method,  # "oml+aim" or "anml+aim"
 ) -> list:
     "For each number of classes: the gain over the plain method, the printed gain, and the difference from the other AIM."
     check_choice("method", method, ("oml+aim", "anml+aim"))
     other = {"oml+aim": "anml+aim", "anml+aim": "oml+aim"}[method]
     value = lambda m, n: paper_value("continualz", dataset=dataset, method=m, n_classes=n)[0]
-    return [{"n_classes": n, "gain": r["accuracy"] - value(plain_method(method), n), "printed_gain": r["printed_gain"], "over_other": r["accuracy"] - value(other, n)}
-            for r in paper_table("continualz", dataset=dataset, method=method) for n in [r["n_classes"]]]
+    return [
+        {
+            "n_classes": n,
+            "gain": r["accuracy"] - value(plain_method(method), n),
+            "printed_gain": r["printed_gain"],
+            "over_other": r["accuracy"] - value(other, n),
+        }
+        for r in paper_table("continualz", dataset=dataset, method=method)
+        for n in [r["n_classes"]]
+    ]
 
 # %% ../nbs/01_paper.ipynb #301653a5
 def errata() -> list:
@@ -134,58 +166,66 @@ def errata() -> list:
 # %% ../nbs/01_paper.ipynb #d010a3c4
 class Seeds(NamedTuple):
     "A cell of ours: mean, standard error over test episodes, spread between seeds (None for one seed), number of seeds."
+
     mean: float
     se: float
     sd: float | None
     n: int
 
+
 def seed_summary(
-    accuracies, # one a seed, in percent
-    cis=(),     # half widths of their 95% intervals
+    accuracies,  # one a seed, in percent
+    cis=(),  # half widths of their 95% intervals
 ) -> Seeds:
     "Sum up the seeds of one cell."
-    n, mean = len(accuracies), sum(accuracies)/len(accuracies)
-    se = sum(cis)/len(cis)/1.96 if cis else 0. # all seeds are tested on the same episodes: their noise does not average out
-    sd = math.sqrt(sum((a - mean)**2 for a in accuracies)/(n - 1)) if n > 1 else None
+    n, mean = len(accuracies), sum(accuracies) / len(accuracies)
+    se = (
+        sum(cis) / len(cis) / 1.96 if cis else 0.0
+    )  # all seeds are tested on the same episodes: their noise does not average out
+    sd = math.sqrt(sum((a - mean) ** 2 for a in accuracies) / (n - 1)) if n > 1 else None
     return Seeds(mean, se, sd, n)
 
 # %% ../nbs/01_paper.ipynb #567d5d98
 def pooled_sd(
-    cells, # `Seeds` of one table
+    cells,  # `Seeds` of one table
 ):
     "The common spread of the cells that have at least three seeds, or None where there are none."
     full = [c for c in cells if c.n >= 3]
-    return math.sqrt(sum((c.n - 1)*c.sd**2 for c in full)/sum(c.n - 1 for c in full)) if full else None
+    return math.sqrt(sum((c.n - 1) * c.sd**2 for c in full) / sum(c.n - 1 for c in full)) if full else None
+
 
 def seed_spread(cell, cells) -> tuple:
     "The spread to judge `cell` by, and a note on where it comes from."
-    if cell.n >= 3: return cell.sd, ""
+    if cell.n >= 3:
+        return cell.sd, ""
     sd = pooled_sd(cells)
-    return (0., "no spread") if sd is None else (sd, "pooled")
+    return (0.0, "no spread") if sd is None else (sd, "pooled")
 
 # %% ../nbs/01_paper.ipynb #49386fe5
-def tolerance(se_ours, ci_paper=None, sd_seed=0.) -> float:
+def tolerance(se_ours, ci_paper=None, sd_seed=0.0) -> float:
     "How far from the paper's figure chance alone may take ours."
-    se_paper = se_ours if ci_paper is None else ci_paper/1.96
-    return 1.96*math.sqrt(se_paper**2 + se_ours**2 + sd_seed**2)
+    se_paper = se_ours if ci_paper is None else ci_paper / 1.96
+    return 1.96 * math.sqrt(se_paper**2 + se_ours**2 + sd_seed**2)
+
 
 def verdict(
-    ours,             # mean accuracy, percent
-    paper,            # the paper's
-    se_ours=0.,       # standard error of ours over test episodes or runs
-    ci_paper=None,    # half width of the paper's 95% interval
-    sd_seed=0.,       # spread between seeds
-    comparable="yes", # or "budget" / "data": what stands against a comparison
-    note="",          # said in brackets, such as "pooled"
+    ours,  # mean accuracy, percent
+    paper,  # the paper's
+    se_ours=0.0,  # standard error of ours over test episodes or runs
+    ci_paper=None,  # half width of the paper's 95% interval
+    sd_seed=0.0,  # spread between seeds
+    comparable="yes",  # or "budget" / "data": what stands against a comparison
+    note="",  # said in brackets, such as "pooled"
 ) -> str:
     "`reproduced` or `differs`, `other budget` or `other data` where the two cannot be compared."
-    if check_choice("comparable", comparable, ("yes", "budget", "data")) != "yes": return f"other {comparable}"
+    if check_choice("comparable", comparable, ("yes", "budget", "data")) != "yes":
+        return f"other {comparable}"
     word = "reproduced" if abs(ours - paper) <= tolerance(se_ours, ci_paper, sd_seed) else "differs"
     return f"{word} ({note})" if note else word
 
 # %% ../nbs/01_paper.ipynb #b39bdc8a
 def bands(
-    method, # "oml" or "anml"
+    method,  # "oml" or "anml"
 ) -> dict:
     "Number of classes -> (low, high) from the independent re-runs on Omniglot."
     rows = paper_table("independent")
@@ -193,24 +233,26 @@ def bands(
     runs = lambda n: [r["accuracy"] for r in rows if (r["method"], r["n_classes"]) == (method, n)]
     return {n: (min(runs(n)) - 2, max(runs(n))) for n in sorted({r["n_classes"] for r in rows})}
 
+
 def band_place(method, n_classes, accuracy) -> str:
     "`below`, `inside` or `above` the band at this number of classes."
     band = bands(method)
     low, high = band[check_choice("n_classes", n_classes, band)]
     return "below" if accuracy < low else "above" if accuracy > high else "inside"
 
+
 def in_band(
-    method,     # "oml" or "anml"
-    accuracies, # number of classes -> accuracy
+    method,  # "oml" or "anml"
+    accuracies,  # number of classes -> accuracy
 ) -> bool:
     "Whether four of the five lengths are inside or above the band."
     return sum(n in accuracies and accuracies[n] >= low for n, (low, _) in bands(method).items()) >= 4
 
 # %% ../nbs/01_paper.ipynb #7817258e
 def plain_right(
-    ours,           # our plain method
-    paper,          # the paper's
-    in_bands=False, # whether ours meets the bands
+    ours,  # our plain method
+    paper,  # the paper's
+    in_bands=False,  # whether ours meets the bands
 ) -> bool:
     "Whether our plain method is good enough for its AIM variant to be judged; if not, the cell is `not reached`."
     return abs(ours - paper) <= 3 or in_bands
@@ -219,15 +261,17 @@ def plain_right(
 def comparability(
     table,  # a key of `TABLES`
     where,  # coordinates of the cell
-    budget, # the record's budget: name, task, steps
+    budget,  # the record's budget: name, task, steps
 ) -> str:
     "`yes`, or what stands against a comparison: `data` or `budget`."
-    if len(paper_table(table, **where)) != 1: return "data"
+    if len(paper_table(table, **where)) != 1:
+        return "data"
     whole = budget["name"] in PAPER_LONG and budget["steps"] == hyper(budget["task"])["steps"].value
     return "yes" if whole else "budget"
 
+
 def budget_note(
-    name, # of a budget
+    name,  # of a budget
 ) -> str:
     "What is not the paper's in a budget of the paper's length, for a verdict's brackets."
     return "one-cycle backbone" if PAPER_LONG.get(name, {}).get("pretrain_schedule") == "onecycle" else ""
@@ -237,66 +281,107 @@ def _compared(table, cell, ours, sd, note):
     "One row of `compare`."
     found = paper_table(table, **cell["where"])
     paper, ci = (found[0]["accuracy"], found[0].get("ci")) if len(found) == 1 else (None, None)
-    word = "other data" if paper is None else verdict(ours.mean, paper, ours.se, ci, sd, cell.get("comparable", "yes"), note)
-    return cell["where"] | cell.get("labels", {}) | dict(ours=ours.mean, ci=1.96*ours.se, seeds=ours.n, sd_seed=ours.sd, paper=paper, paper_ci=ci,
-                                                        difference=None if paper is None else ours.mean - paper, verdict=word)
+    word = (
+        "other data"
+        if paper is None
+        else verdict(ours.mean, paper, ours.se, ci, sd, cell.get("comparable", "yes"), note)
+    )
+    return (
+        cell["where"]
+        | cell.get("labels", {})
+        | dict(
+            ours=ours.mean,
+            ci=1.96 * ours.se,
+            seeds=ours.n,
+            sd_seed=ours.sd,
+            paper=paper,
+            paper_ci=ci,
+            difference=None if paper is None else ours.mean - paper,
+            verdict=word,
+        )
+    )
+
 
 def compare(
-    table, # a key of `TABLES`
-    cells, # dicts: where (coordinates), accuracies and cis (one a seed), comparable, labels (kept in the row), note (said with the verdict)
+    table,  # a key of `TABLES`
+    cells,  # dicts: where (coordinates), accuracies and cis (one a seed), comparable, labels (kept in the row), note (said with the verdict)
 ) -> list:
     "Cells of ours beside the paper's, each with difference and verdict."
     ours = [seed_summary(c["accuracies"], c["cis"]) for c in cells]
-    equal = [s for c, s in zip(cells, ours) if c.get("comparable", "yes") == "yes"]   # a short run's spread says nothing about a long one's
+    equal = [
+        s for c, s in zip(cells, ours) if c.get("comparable", "yes") == "yes"
+    ]  # a short run's spread says nothing about a long one's
     spread = [seed_spread(s, equal) for s in ours]
-    return [_compared(table, c, s, sd, ", ".join(filter(None, (note, c.get("note"))))) for c, s, (sd, note) in zip(cells, ours, spread)]
+    return [
+        _compared(table, c, s, sd, ", ".join(filter(None, (note, c.get("note")))))
+        for c, s, (sd, note) in zip(cells, ours, spread)
+    ]
 
 # %% ../nbs/01_paper.ipynb #4c875551
 AIMS_OWN = ("M", "K", "l", "gate", "decision", "select", "aim_update", "adapt", "metatest_update")
+
 
 def plain_variant(variant) -> str:
     "What is left of a variant for a method without AIM."
     return ", ".join(part for part in variant.split(", ") if part.split("=")[0] not in AIMS_OWN)
 
-FINE_RATES = 14      # from so many on, the rates of a meta-test lie close together
 
-def fine_search(runs) -> bool: # such as "10 (7x2)": ten runs, seven rates, two trajectories each
+FINE_RATES = 14  # from so many on, the rates of a meta-test lie close together
+
+
+def fine_search(runs) -> bool:  # such as "10 (7x2)": ten runs, seven rates, two trajectories each
     "Whether a meta-test had fine rates to choose from."
     tried = re.search(r"\((\d+)x", runs or "")
     return bool(tried) and int(tried[1]) >= FINE_RATES
 
+
 def _plain_rows(row, rows):
     "The rows of its plain method at the same budget and search for rates, for all lengths of a trajectory."
     same, own = [c for c in ("dataset", "backbone", "n_shot", "budget", "steps") if c in row], row.get("variant", "")
-    alike = lambda r: all(r.get(c) == row[c] for c in same) and r.get("variant", "") in (own, plain_variant(own)) and fine_search(r.get("runs")) == fine_search(row.get("runs"))
+    alike = lambda r: (
+        all(r.get(c) == row[c] for c in same)
+        and r.get("variant", "") in (own, plain_variant(own))
+        and fine_search(r.get("runs")) == fine_search(row.get("runs"))
+    )
     return [r for r in rows if r.get("method") == plain_method(row.get("method", "sib")) and alike(r)]
 
-def _plain_here(row, plain): return [r for r in plain if r["paper"] is not None and r.get("n_classes") == row.get("n_classes")]
+
+def _plain_here(row, plain):
+    return [r for r in plain if r["paper"] is not None and r.get("n_classes") == row.get("n_classes")]
+
 
 def reached(
     row,  # of `compare`
-    rows, # among which its plain method is looked for
+    rows,  # among which its plain method is looked for
 ) -> bool:
     "Whether the row counts: its plain method was run in the same setting and is right."
     plain = _plain_rows(row, rows)
-    held_out = row["dataset"] == "omniglot" and "n_classes" in row and "protocol=release" not in row.get("variant", "")      # the bands are of held-out images
+    held_out = (
+        row["dataset"] == "omniglot" and "n_classes" in row and "protocol=release" not in row.get("variant", "")
+    )  # the bands are of held-out images
     banded = held_out and in_band(plain_method(row["method"]), {r["n_classes"]: r["ours"] for r in plain})
     return any(plain_right(r["ours"], r["paper"], banded) for r in _plain_here(row, plain))
 
 # %% ../nbs/01_paper.ipynb #a3985d1f
-def _stronger(row, rows): return any(r["ours"] > r["paper"] + 3 for r in _plain_here(row, _plain_rows(row, rows)))
+def _stronger(row, rows):
+    return any(r["ours"] > r["paper"] + 3 for r in _plain_here(row, _plain_rows(row, rows)))
+
 
 def judge(
-    rows,       # of `compare`
-    plain=None, # rows that hold the plain methods (default: the same)
+    rows,  # of `compare`
+    plain=None,  # rows that hold the plain methods (default: the same)
 ) -> list:
     "The rows, with `not reached` where the plain method does not allow a verdict, and a note where that is too strong."
     known = rows if plain is None else plain
+
     def word(r):
         said, own = r["verdict"], r.get("method", "sib+aim")
-        if said == "other data" or reached(r, known): return said
-        if said == "other budget": return "other budget, not reached"
-        return said if own == plain_method(own) else "not reached" + " (stronger plain method)"*_stronger(r, known)
+        if said == "other data" or reached(r, known):
+            return said
+        if said == "other budget":
+            return "other budget, not reached"
+        return said if own == plain_method(own) else "not reached" + " (stronger plain method)" * _stronger(r, known)
+
     return [r | {"verdict": word(r)} for r in rows]
 
 # %% ../nbs/01_paper.ipynb #701764f0
@@ -304,15 +389,17 @@ def claims() -> list:
     "What the paper claims: id, text, section, labels, metric, field, relation, bound, rule, and `besides`, the dataset that a claim leaves out."
     return tomllib.loads(_data("claims.toml"))["claim"]
 
+
 def claim_verdict(
-    value,        # the claim's metric
-    se,           # its standard error
-    relation=">", # the side on which the claim holds
-    bound=0.,     # of this value
+    value,  # the claim's metric
+    se,  # its standard error
+    relation=">",  # the side on which the claim holds
+    bound=0.0,  # of this value
 ) -> str:
     "`supported`, `contradicted`, or `undecided` where the 95% interval holds the bound."
-    margin = (value - bound)*{">": 1, "<": -1}[check_choice("relation", relation, (">", "<"))]
-    if abs(margin) <= 1.96*se: return "undecided"
+    margin = (value - bound) * {">": 1, "<": -1}[check_choice("relation", relation, (">", "<"))]
+    if abs(margin) <= 1.96 * se:
+        return "undecided"
     return "supported" if margin > 0 else "contradicted"
 
 # %% ../nbs/01_paper.ipynb #dfe4dc4e
@@ -327,6 +414,13 @@ def paper_labels() -> list:
     rows = csv.DictReader(io.StringIO(_data("labels.csv")))
     return [r | {c: r[c].split() for c in ("datasets", "backbones", "notebooks")} for r in rows]
 
+
 def paper_cells() -> list:
     "All table cells that a reproduction can cover: the rows of the five tables, each with its `table`, without the literature."
-    return [{"table": t} | r for t, label in TABLES.items() if label.startswith("tab:") for r in paper_table(t) if not r.get("literature")]
+    return [
+        {"table": t} | r
+        for t, label in TABLES.items()
+        if label.startswith("tab:")
+        for r in paper_table(t)
+        if not r.get("literature")
+    ]

@@ -14,7 +14,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from .backbones import make_backbone
 from .checkpoints import load_tensors, run_checkpoints, run_lock, save_tensors, tensors_sha
-from .core import AimError, Budget, atomic_write, budget as named_budget, check_choice, content_key, keep_memory, numpy_rng, progress, runs_dir, torch_rng
+from aim_nb.core import (
+    AimError,
+    Budget,
+    atomic_write,
+    budget as named_budget,
+    check_choice,
+    content_key,
+    keep_memory,
+    numpy_rng,
+    progress,
+    runs_dir,
+    torch_rng,
+)
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .tasks import draw_episodes, eval_view, input_shape, normaliser, policy, train_view
 
@@ -26,7 +38,7 @@ __all__ = ['PEAK', 'WARMUP', 'BLOCK', 'split_rows', 'CosineClassifier', 'total_s
 
 # %% ../nbs/16_pretrain.ipynb #cc5ca579
 def split_rows(
-    counts, # images of each class
+    counts,  # images of each class
 ) -> list:
     "Consecutive row numbers, one array a class."
     return [np.arange(end - n, end) for n, end in zip(counts, np.cumsum(counts))]
@@ -34,71 +46,79 @@ def split_rows(
 # %% ../nbs/16_pretrain.ipynb #4d03d912
 class CosineClassifier(nn.Module):
     "Logits that are a learnt scale times the cosine between features and class weights."
-    def __init__(self,
-        d_in,           # width of the features
-        n_classes,      # how many classes
-        scale=10.,      # where the learnt scale starts
-        generator=None, # of the starting weights
+
+    def __init__(
+        self,
+        d_in,  # width of the features
+        n_classes,  # how many classes
+        scale=10.0,  # where the learnt scale starts
+        generator=None,  # of the starting weights
     ):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(n_classes, d_in, generator=generator)*(2/d_in)**.5)
+        self.weight = nn.Parameter(torch.randn(n_classes, d_in, generator=generator) * (2 / d_in) ** 0.5)
         self.scale = nn.Parameter(torch.tensor(float(scale)))
 
     def forward(self, z):
-        return self.scale*F.normalize(z, dim=-1) @ F.normalize(self.weight, dim=-1).T
+        return self.scale * F.normalize(z, dim=-1) @ F.normalize(self.weight, dim=-1).T
 
 # %% ../nbs/16_pretrain.ipynb #e6fa97e8
-PEAK = 0.1        # of both schedules
-WARMUP = 6000     # steps of the paper's schedule before its first epoch
+PEAK = 0.1  # of both schedules
+WARMUP = 6000  # steps of the paper's schedule before its first epoch
+
 
 def total_steps(
-    schedule, # onecycle | release
-    epochs,   # of the budget; a part of one will do for a smoke test
-    per_epoch, # steps an epoch
+    schedule,  # onecycle | release
+    epochs,  # of the budget; a part of one will do for a smoke test
+    per_epoch,  # steps an epoch
 ) -> int:
     "Steps of a whole run."
-    return max(1, round(epochs*per_epoch)) + (WARMUP if schedule == "release" else 0)
+    return max(1, round(epochs * per_epoch)) + (WARMUP if schedule == "release" else 0)
+
 
 def learning_rate(
-    i,         # the step, from 0
+    i,  # the step, from 0
     schedule,  # onecycle | release
-    epochs,    # of the budget
-    per_epoch, # steps an epoch
+    epochs,  # of the budget
+    per_epoch,  # steps an epoch
 ) -> float:
     "The rate of step `i`."
     if schedule == "release":
-        if i < WARMUP: return PEAK*(i + 1)/WARMUP
-        return PEAK if (i - WARMUP)//per_epoch < epochs*5/6 else PEAK/10
-    t, up = (i + .5)/total_steps(schedule, epochs, per_epoch), .3
-    return PEAK*(t/up if t < up else .5*(1 + math.cos(math.pi*(t - up)/(1 - up))))
+        if i < WARMUP:
+            return PEAK * (i + 1) / WARMUP
+        return PEAK if (i - WARMUP) // per_epoch < epochs * 5 / 6 else PEAK / 10
+    t, up = (i + 0.5) / total_steps(schedule, epochs, per_epoch), 0.3
+    return PEAK * (t / up if t < up else 0.5 * (1 + math.cos(math.pi * (t - up) / (1 - up))))
 
 # %% ../nbs/16_pretrain.ipynb #9d2b6139
 @torch.no_grad()
 def prototype_accuracy(
     features,  # (N, d)
     episodes,  # stacked `Episode`: support (E, n_way, n_shot), query (E, n_way, n_query)
-    chunk=250, # episodes at a time
-) -> torch.Tensor: # (E,) in %
+    chunk=250,  # episodes at a time
+) -> torch.Tensor:  # (E,) in %
     "Accuracy of the nearest class mean by cosine, episode by episode."
     unit, out = F.normalize(features, dim=-1), []
     for at in range(0, len(episodes.support), chunk):
-        support, query = (torch.as_tensor(r[at:at+chunk]) for r in (episodes.support, episodes.query))
-        means = F.normalize(features[support].mean(2), dim=-1)                   # (E, way, d)
-        best = torch.einsum("ewqd,ecd->ewqc", unit[query], means).argmax(-1)     # (E, way, query)
-        out.append((best == torch.arange(best.shape[1])[:, None]).flatten(1).float().mean(1)*100)
+        support, query = (torch.as_tensor(r[at : at + chunk]) for r in (episodes.support, episodes.query))
+        means = F.normalize(features[support].mean(2), dim=-1)  # (E, way, d)
+        best = torch.einsum("ewqd,ecd->ewqc", unit[query], means).argmax(-1)  # (E, way, query)
+        out.append((best == torch.arange(best.shape[1])[:, None]).flatten(1).float().mean(1) * 100)
     return torch.cat(out)
 
 # %% ../nbs/16_pretrain.ipynb #ca229c1c
 class Lens:
     "Images of a bank as a backbone sees them."
-    def __init__(self,
-        bank,          # whose images
+
+    def __init__(
+        self,
+        bank,  # whose images
         device="cpu",  # where the backbone is
     ):
         self.bank, self.device, self.policy = bank, device, policy(bank.name)
         self.norm, self.shape = normaliser(bank), input_shape(bank, policy=self.policy)
 
-    def _to(self, x): return x.to(self.device, memory_format=torch.channels_last)
+    def _to(self, x):
+        return x.to(self.device, memory_format=torch.channels_last)
 
     def train(self, rows, generator):
         "Augmented."
@@ -110,126 +130,191 @@ class Lens:
 
     def describe(self):
         "All that decides what a backbone sees, for keys and records."
-        return dict(dataset=self.bank.name, data=self.bank.sha, shape=list(self.shape), policy=list(self.policy), norm=[[round(x, 5) for x in v.tolist()] for v in self.norm])
+        return dict(
+            dataset=self.bank.name,
+            data=self.bank.sha,
+            shape=list(self.shape),
+            policy=list(self.policy),
+            norm=[[round(x, 5) for x in v.tolist()] for v in self.norm],
+        )
 
 # %% ../nbs/16_pretrain.ipynb #a36d69a3
 def forward(
-    backbone, # in eval mode
-    x,        # (B, C, H, W)
-) -> torch.Tensor: # (B, d) on the CPU
+    backbone,  # in eval mode
+    x,  # (B, C, H, W)
+) -> torch.Tensor:  # (B, d) on the CPU
     "Features of a batch, a few images at a time."
     return torch.cat([backbone(part).float().cpu() for part in x.split(32 if x.device.type == "cpu" else 1024)])
+
 
 @torch.no_grad()
 def extract(
     backbone,  # in eval mode
-    lens,      # a `Lens`
-    rows,      # of the bank
-    block=256, # images read at a time
-) -> torch.Tensor: # (len(rows), d) on the CPU
+    lens,  # a `Lens`
+    rows,  # of the bank
+    block=256,  # images read at a time
+) -> torch.Tensor:  # (len(rows), d) on the CPU
     "Exact features of some images."
-    return torch.cat([forward(backbone, lens.exact(rows[i:i+block])) for i in range(0, len(rows), block)])
+    return torch.cat([forward(backbone, lens.exact(rows[i : i + block])) for i in range(0, len(rows), block)])
 
 # %% ../nbs/16_pretrain.ipynb #d7a3744a
 class Batches:
     "The training images of a bank in an order that is a pure function of seed and step."
-    def __init__(self,
-        class_rows, # of the bank, one array a class
-        seed=0,     # of the order
-        batch=64,   # images a step; what is left of an epoch is dropped
+
+    def __init__(
+        self,
+        class_rows,  # of the bank, one array a class
+        seed=0,  # of the order
+        batch=64,  # images a step; what is left of an epoch is dropped
     ):
-        self.rows, self.y = np.concatenate(class_rows), np.repeat(np.arange(len(class_rows)), [len(r) for r in class_rows])
+        self.rows, self.y = (
+            np.concatenate(class_rows),
+            np.repeat(np.arange(len(class_rows)), [len(r) for r in class_rows]),
+        )
         self.seed, self.batch, self.epoch = seed, min(batch, len(self.rows)), -1
-        self.per_epoch = len(self.rows)//self.batch
+        self.per_epoch = len(self.rows) // self.batch
 
     def __call__(self, i):
         "Bank rows and labels of step `i`."
         epoch, b = divmod(i, self.per_epoch)
-        if epoch != self.epoch: self.epoch, self.order = epoch, numpy_rng(self.seed, "order", epoch).permutation(len(self.rows))
-        picked = self.order[b*self.batch:(b + 1)*self.batch]
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, numpy_rng(self.seed, "order", epoch).permutation(len(self.rows))
+        picked = self.order[b * self.batch : (b + 1) * self.batch]
         return self.rows[picked], torch.from_numpy(self.y[picked])
 
 # %% ../nbs/16_pretrain.ipynb #5db1ceec
 class Pretrainer:
     "A backbone learning to classify the meta-training classes."
-    def __init__(self,
-        backbone,            # module with `d_out`
-        bank,                # its images
-        epochs,              # of the budget
-        schedule="onecycle", # onecycle | release
-        seed=0,              # of everything drawn
-        batch=64,            # images a step
-        val_episodes=1000,   # fixed validation episodes
+
+    def __init__(
+        self,
+        backbone,  # module with `d_out`
+        bank,  # its images
+        epochs,  # of the budget
+        schedule="onecycle",  # onecycle | release
+        seed=0,  # of everything drawn
+        batch=64,  # images a step
+        val_episodes=1000,  # fixed validation episodes
         device="cpu",
     ):
         train, self.val = bank.class_rows("train"), bank.class_rows("val")
         self.seed, self.batches, self.lens = seed, Batches(train, seed, batch), Lens(bank, device)
-        self.plan = (check_choice("pretrain_schedule", schedule, ("onecycle", "release")), epochs, self.batches.per_epoch)
-        self.net = nn.ModuleDict(dict(backbone=backbone, classifier=CosineClassifier(backbone.d_out, len(train), generator=torch_rng(seed, "classifier"))))
+        self.plan = (
+            check_choice("pretrain_schedule", schedule, ("onecycle", "release")),
+            epochs,
+            self.batches.per_epoch,
+        )
+        self.net = nn.ModuleDict(
+            dict(
+                backbone=backbone,
+                classifier=CosineClassifier(backbone.d_out, len(train), generator=torch_rng(seed, "classifier")),
+            )
+        )
         self.net.to(device, memory_format=torch.channels_last)
-        self.opt = torch.optim.SGD(self.net.parameters(), lr=PEAK, momentum=.9, nesterov=True, weight_decay=5e-4)
-        self.episodes = draw_episodes(split_rows([len(r) for r in self.val]), 0, range(val_episodes), n_shot=1, stream="val")
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=PEAK, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        self.episodes = draw_episodes(
+            split_rows([len(r) for r in self.val]), 0, range(val_episodes), n_shot=1, stream="val"
+        )
 
     def step(self, i):
         rows, y = self.batches(i)
         x, y = self.lens.train(rows, torch_rng(self.seed, "augment", i)), y.to(self.lens.device)
-        for group in self.opt.param_groups: group["lr"] = learning_rate(i, *self.plan)
+        for group in self.opt.param_groups:
+            group["lr"] = learning_rate(i, *self.plan)
         logits = self.net["classifier"](self.net.train()["backbone"](x))
         loss = F.cross_entropy(logits, y)
-        self.opt.zero_grad(); loss.backward(); self.opt.step()
-        return dict(loss=loss, acc=(logits.argmax(1) == y).float().mean()*100)
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
+        return dict(loss=loss, acc=(logits.argmax(1) == y).float().mean() * 100)
 
     def validate(self, n):
         features = extract(self.net["backbone"].eval(), self.lens, np.concatenate(self.val))
         return dict(accuracy=prototype_accuracy(features, self.episodes).double().mean().item())
 
-    def tensors(self): return module_tensors(self.net, "net.") | optimizer_tensors(self.opt)
-    def load(self, tensors): load_module(self.net, tensors, "net."); load_optimizer(self.opt, tensors)
-    def weights(self): return module_tensors(self.net["backbone"])
+    def tensors(self):
+        return module_tensors(self.net, "net.") | optimizer_tensors(self.opt)
+
+    def load(self, tensors):
+        load_module(self.net, tensors, "net.")
+        load_optimizer(self.opt, tensors)
+
+    def weights(self):
+        return module_tensors(self.net["backbone"])
 
 # %% ../nbs/16_pretrain.ipynb #21a4b395
 def pretrain_identity(
-    bank,      # its images
-    name,      # of the backbone
-    budget,    # a `Budget`
-    seed=0,    # of the run
-    width=None, # channels instead of the paper's
+    bank,  # its images
+    name,  # of the backbone
+    budget,  # a `Budget`
+    seed=0,  # of the run
+    width=None,  # channels instead of the paper's
 ) -> dict:
     "Everything that decides which weights come out."
     b = budget
-    return dict(kind="pretrain", version=1, backbone=name, width=width, images=Lens(bank).describe(), epochs=b.pretrain_epochs,
-                schedule=b.pretrain_schedule, batch=64, val_episodes=b.val_episodes, seed=seed)
+    return dict(
+        kind="pretrain",
+        version=1,
+        backbone=name,
+        width=width,
+        images=Lens(bank).describe(),
+        epochs=b.pretrain_epochs,
+        schedule=b.pretrain_schedule,
+        batch=64,
+        val_episodes=b.val_episodes,
+        seed=seed,
+    )
 
 # %% ../nbs/16_pretrain.ipynb #c4fe0ddd
 def backbone_file(
-    identity, # from `pretrain_identity`
+    identity,  # from `pretrain_identity`
 ) -> Path:
     "Where a backbone trained here is kept."
     dataset = "".join(c if c.isalnum() or c in "-_" else "-" for c in identity["images"]["dataset"])
-    return runs_dir()/"backbones"/f"{dataset}-{identity['backbone']}-{content_key(identity)}.safetensors"
+    return runs_dir() / "backbones" / f"{dataset}-{identity['backbone']}-{content_key(identity)}.safetensors"
+
 
 def find_backbone(identity):
     "The file of a backbone trained here, else a shipped one, else None, and which of the two it is."
     own = backbone_file(identity)
-    shipped = Path(str(files("aim_nb")))/"weights"/own.name
-    return next(((path, source) for path, source in ((own, "reused"), (shipped, "shipped")) if path.exists()), (None, "trained"))
+    shipped = Path(str(files("aim_nb"))) / "weights" / own.name
+    return next(
+        ((path, source) for path, source in ((own, "reused"), (shipped, "shipped")) if path.exists()), (None, "trained")
+    )
 
 # %% ../nbs/16_pretrain.ipynb #d8135b70
 def train_backbone(
-    net,         # freshly made
-    bank,        # its images
-    identity,    # from `pretrain_identity`
+    net,  # freshly made
+    bank,  # its images
+    identity,  # from `pretrain_identity`
     fresh=None,  # forget a run that was stopped half-way
-    callbacks=(), # see `run_loop`
+    callbacks=(),  # see `run_loop`
     device="cpu",
 ) -> Path:
     "Pretrain `net` and keep its best epoch."
     i, kept = identity, run_checkpoints("pretrain", identity)
     trainee = Pretrainer(net, bank, i["epochs"], i["schedule"], i["seed"], i["batch"], i["val_episodes"], device)
-    history = run_loop(trainee, total_steps(*trainee.plan), trainee.batches.per_epoch, kept, callbacks=callbacks, fresh=fresh, desc=f"pretrain {i['backbone']} on {bank.name}")
-    if (best := kept.best()) is None and backbone_file(i).exists(): return backbone_file(i)   # another process has finished it meanwhile
+    history = run_loop(
+        trainee,
+        total_steps(*trainee.plan),
+        trainee.batches.per_epoch,
+        kept,
+        callbacks=callbacks,
+        fresh=fresh,
+        desc=f"pretrain {i['backbone']} on {bank.name}",
+    )
+    if (best := kept.best()) is None and backbone_file(i).exists():
+        return backbone_file(i)  # another process has finished it meanwhile
     weights = best.tensors
-    told = dict(identity=i, sha=tensors_sha(weights)[:12], accuracy=history.best["accuracy"], best_step=history.best["step"], steps=history.last["step"], seconds=history.seconds, history=list(history))
+    told = dict(
+        identity=i,
+        sha=tensors_sha(weights)[:12],
+        accuracy=history.best["accuracy"],
+        best_step=history.best["step"],
+        steps=history.last["step"],
+        seconds=history.seconds,
+        history=list(history),
+    )
     path = save_tensors(backbone_file(i), weights, told)
     kept.clear()  # the result is safe, so the way to it can go
     return path
@@ -239,28 +324,39 @@ def module_sha(module) -> str:
     "A key of what a module computes: its structure as printed, its weights and buffers."
     return content_key([repr(module), tensors_sha(module_tensors(module))])
 
+
 def frozen(net, device="cpu"):
     "A module for evaluation only, in the fast layout."
     return net.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
 
+
 def given_backbone(module, bank, device="cpu"):
     "A copy of a user's own module as a pretrained backbone."
     net, sha = frozen(make_backbone(copy.deepcopy(module), Lens(bank).shape), device), module_sha(module)
-    return net, dict(backbone=type(module).__name__, source="given", key=sha, sha=sha, accuracy=None, d_out=net.d_out, dataset=bank.name)
+    return net, dict(
+        backbone=type(module).__name__,
+        source="given",
+        key=sha,
+        sha=sha,
+        accuracy=None,
+        d_out=net.d_out,
+        dataset=bank.name,
+    )
 
 # %% ../nbs/16_pretrain.ipynb #cc088f2e
 def pretrained_backbone(
-    bank,           # its images
-    name="conv4",   # of the backbone, or a module of your own, used as it is
-    budget="quick", # a budget or its name
-    seed=0,         # of the first weights, the order of the images and their augmentation
-    width=None,     # channels instead of the paper's
-    fresh=None,     # train it again (None: what $AIM_FRESH says)
-    callbacks=(),   # see `run_loop`
+    bank,  # its images
+    name="conv4",  # of the backbone, or a module of your own, used as it is
+    budget="quick",  # a budget or its name
+    seed=0,  # of the first weights, the order of the images and their augmentation
+    width=None,  # channels instead of the paper's
+    fresh=None,  # train it again (None: what $AIM_FRESH says)
+    callbacks=(),  # see `run_loop`
     device="cpu",
-) -> tuple: # (module, info)
+) -> tuple:  # (module, info)
     "A frozen backbone and what is known about it: trained now, or found by its content key."
-    if isinstance(name, nn.Module): return given_backbone(name, bank, device)
+    if isinstance(name, nn.Module):
+        return given_backbone(name, bank, device)
     b = budget if isinstance(budget, Budget) else named_budget(budget, dataset=bank.name)
     identity = pretrain_identity(bank, name, b, seed, width)
     net = make_backbone(name, identity["images"]["shape"], generator=torch_rng(seed, "backbone"), width=width)
@@ -269,31 +365,54 @@ def pretrained_backbone(
         path, source = train_backbone(net, bank, identity, again, callbacks, device), "trained"
     tensors, told = load_tensors(path, identity)
     load_module(net, tensors)
-    return frozen(net, device), dict(told, source=source, backbone=name, key=content_key(identity), d_out=net.d_out, dataset=bank.name, epochs=b.pretrain_epochs, schedule=b.pretrain_schedule)
+    return frozen(net, device), dict(
+        told,
+        source=source,
+        backbone=name,
+        key=content_key(identity),
+        d_out=net.d_out,
+        dataset=bank.name,
+        epochs=b.pretrain_epochs,
+        schedule=b.pretrain_schedule,
+    )
 
 # %% ../nbs/16_pretrain.ipynb #1ca01af3
 def _check_array(split, a, counts):
     "float32, finite where looked at, and as many rows as the classes have images."
-    if a.dtype != np.float32: raise AimError(f"The {split} features are {a.dtype}; give float32 ones (features.astype('float32')), narrower numbers change results.")
-    if a.ndim != 3 or len(a) != sum(counts): raise AimError(f"The {split} features have shape {a.shape}; (images, views, d) with {sum(counts)} images is needed.")
+    if a.dtype != np.float32:
+        raise AimError(
+            f"The {split} features are {a.dtype}; give float32 ones (features.astype('float32')), narrower numbers change results."
+        )
+    if a.ndim != 3 or len(a) != sum(counts):
+        raise AimError(
+            f"The {split} features have shape {a.shape}; (images, views, d) with {sum(counts)} images is needed."
+        )
+
 
 @dataclass
 class FeatureBank:
     "Features of a frozen backbone for every image, split by split."
-    arrays: dict         # split -> (N, V, d) float32, may be memory maps
-    counts: dict         # split -> images of each class
-    info: dict           # backbone, data, views, key
-    fresh: object = None # views = 0: fresh(rows, seed, index) makes new training features
+
+    arrays: dict  # split -> (N, V, d) float32, may be memory maps
+    counts: dict  # split -> images of each class
+    info: dict  # backbone, data, views, key
+    fresh: object = None  # views = 0: fresh(rows, seed, index) makes new training features
 
     def __post_init__(self):
-        for split, a in self.arrays.items(): _check_array(split, a, self.counts[split])
+        for split, a in self.arrays.items():
+            _check_array(split, a, self.counts[split])
 
     @property
-    def d(self) -> int: return next(iter(self.arrays.values())).shape[2]
+    def d(self) -> int:
+        return next(iter(self.arrays.values())).shape[2]
+
     @property
-    def splits(self) -> tuple: return tuple(self.counts)
+    def splits(self) -> tuple:
+        return tuple(self.counts)
+
     @property
-    def sha(self) -> str: return self.info["key"]
+    def sha(self) -> str:
+        return self.info["key"]
 
     def class_rows(self, split) -> list:
         "Image rows, one array a class."
@@ -310,119 +429,167 @@ class FeatureBank:
     def pool_rows(self, split, rows, seed=0, index=0) -> np.ndarray:
         "Rows of `tensor(split)` for these images, a view drawn for each as a pure function of seed and index."
         V, rows = self.n_views(split), np.asarray(rows)
-        return rows if V == 1 else rows*V + numpy_rng(seed, "views", index).integers(V, size=rows.shape)
+        return rows if V == 1 else rows * V + numpy_rng(seed, "views", index).integers(V, size=rows.shape)
 
     def take(self, split, rows, seed=0, index=0) -> torch.Tensor:
         "Features of these images, (*rows.shape, d)."
         rows = np.asarray(rows)
-        if not self.n_views(split): return self.fresh(rows.ravel(), seed, index).reshape(*rows.shape, -1)
+        if not self.n_views(split):
+            return self.fresh(rows.ravel(), seed, index).reshape(*rows.shape, -1)
         return self.tensor(split)[torch.from_numpy(self.pool_rows(split, rows, seed, index))]
 
 # %% ../nbs/16_pretrain.ipynb #b42a7e09
-BLOCK = 128 # images at a time; part of the key, since augmentation draws are made a block at a time
+BLOCK = 128  # images at a time; part of the key, since augmentation draws are made a block at a time
+
 
 def _working(path, shape):
     "The array on disk that is being filled, all its space reserved."
-    if path.exists(): return np.lib.format.open_memmap(path, mode="r+")
+    if path.exists():
+        return np.lib.format.open_memmap(path, mode="r+")
     half = path.with_name("reserving.npy")
     try:
         a = np.lib.format.open_memmap(half, mode="w+", dtype=np.float32, shape=shape)
         if hasattr(os, "posix_fallocate"):
-            with open(half, "r+b") as f: os.posix_fallocate(f.fileno(), 0, half.stat().st_size)
+            with open(half, "r+b") as f:
+                os.posix_fallocate(f.fileno(), 0, half.stat().st_size)
         os.replace(half, path)
     except OSError as e:
         half.unlink(missing_ok=True)
-        raise AimError(f"{path.parent} has no room for features of {4*math.prod(shape)/1e6:,.0f} MB ({e.strerror}); free some space or set $AIM_RUNS to another place.") from e
+        raise AimError(
+            f"{path.parent} has no room for features of {4 * math.prod(shape) / 1e6:,.0f} MB ({e.strerror}); free some space or set $AIM_RUNS to another place."
+        ) from e
     return a
 
+
 def fill_array(
-    folder, # where features.npy goes
+    folder,  # where features.npy goes
     shape,  # (N, V, d)
-    make,   # make(start, stop) -> (stop - start, V, d) tensor, a pure function of its arguments
+    make,  # make(start, stop) -> (stop - start, V, d) tensor, a pure function of its arguments
     desc="features",
-    every=20, # seconds between notes of how far it is
+    every=20,  # seconds between notes of how far it is
 ) -> Path:
     "Fill a float32 array on disk, going on where a killed run stopped."
     keep_memory()
-    done, note, at = folder/"features.npy", folder/"done.json", 0
+    done, note, at = folder / "features.npy", folder / "done.json", 0
     with run_lock(folder):
-        if done.exists(): return done
-        a = _working(folder/"working.npy", shape)
-        if note.exists(): at = json.loads(note.read_text())["rows"]
+        if done.exists():
+            return done
+        a = _working(folder / "working.npy", shape)
+        if note.exists():
+            at = json.loads(note.read_text())["rows"]
         looked = time.monotonic()
-        for start in progress(range(at, len(a), BLOCK), desc=desc, initial=at//BLOCK, total=-(-len(a)//BLOCK), unit="block"):
-            a[start:start + BLOCK] = make(start, min(start + BLOCK, len(a))).numpy()
-            if time.monotonic() - looked > every: a.flush(); atomic_write(note, json.dumps(dict(rows=start + BLOCK))); looked = time.monotonic()
-        a.flush(); os.replace(folder/"working.npy", done); note.unlink(missing_ok=True)
+        for start in progress(
+            range(at, len(a), BLOCK), desc=desc, initial=at // BLOCK, total=-(-len(a) // BLOCK), unit="block"
+        ):
+            a[start : start + BLOCK] = make(start, min(start + BLOCK, len(a))).numpy()
+            if time.monotonic() - looked > every:
+                a.flush()
+                atomic_write(note, json.dumps(dict(rows=start + BLOCK)))
+                looked = time.monotonic()
+        a.flush()
+        os.replace(folder / "working.npy", done)
+        note.unlink(missing_ok=True)
     return done
 
 # %% ../nbs/16_pretrain.ipynb #f6587a4f
-def _has_chance(p): return bool(p.crop_padding or p.flip or p.jitter or p.size)
+def _has_chance(p):
+    return bool(p.crop_padding or p.flip or p.jitter or p.size)
+
 
 def view_maker(backbone, lens, rows, views, seed):
     "make(start, stop) for `fill_array`: exact features, or `views` augmented ones an image."
+
     @torch.inference_mode()
     def make(start, stop):
         r = rows[start:stop]
         batches = [lens.train(r, torch_rng(seed, "view", start, v)) for v in range(views)] if views else [lens.exact(r)]
         return torch.stack([forward(backbone, x) for x in batches], 1)
+
     return make
+
 
 def fresh_maker(backbone, lens, rows):
     "fresh(rows, seed, index) for a `FeatureBank` without a pool."
+
     @torch.no_grad()
-    def fresh(r, seed, index): return forward(backbone, lens.train(rows[r], torch_rng(seed, "fresh", index)))
+    def fresh(r, seed, index):
+        return forward(backbone, lens.train(rows[r], torch_rng(seed, "fresh", index)))
+
     return fresh
 
 # %% ../nbs/16_pretrain.ipynb #7581322a
 def split_features(
-    backbone, # frozen
-    lens,     # how images reach it
-    split,    # train | val | test
+    backbone,  # frozen
+    lens,  # how images reach it
+    split,  # train | val | test
     views=0,  # augmented views an image (0: exact)
-    seed=0,   # of the views
-    sha="",   # of the backbone's weights
-    fresh=None, # compute again (None: what $AIM_FRESH says)
-) -> np.ndarray: # (N, max(views, 1), d) float32, memory-mapped
+    seed=0,  # of the views
+    sha="",  # of the backbone's weights
+    fresh=None,  # compute again (None: what $AIM_FRESH says)
+) -> np.ndarray:  # (N, max(views, 1), d) float32, memory-mapped
     "The features of a split, computed once and then found by their key."
     rows = np.concatenate(lens.bank.class_rows(split))
-    identity = dict(backbone=sha, images=lens.describe(), split=split, views=views, seed=seed if views else 0, block=BLOCK if views else 0)
-    folder = runs_dir()/"features"/f"{lens.bank.name.replace('/', '-')}-{split}-{content_key(identity)}"
-    if wants_fresh(fresh, folder): shutil.rmtree(folder, ignore_errors=True)
-    path = folder/"features.npy"
-    if not path.exists(): fill_array(folder, (len(rows), max(views, 1), backbone.d_out), view_maker(backbone, lens, rows, views, seed), f"features of {lens.bank.name}/{split}")
-    try: return np.load(path, mmap_mode="c")  # copy on write: torch wants memory it could write to
-    except ValueError as e: raise AimError(f"{path} is damaged ({e}); delete it, or start over with --fresh.") from e
+    identity = dict(
+        backbone=sha,
+        images=lens.describe(),
+        split=split,
+        views=views,
+        seed=seed if views else 0,
+        block=BLOCK if views else 0,
+    )
+    folder = runs_dir() / "features" / f"{lens.bank.name.replace('/', '-')}-{split}-{content_key(identity)}"
+    if wants_fresh(fresh, folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    path = folder / "features.npy"
+    if not path.exists():
+        fill_array(
+            folder,
+            (len(rows), max(views, 1), backbone.d_out),
+            view_maker(backbone, lens, rows, views, seed),
+            f"features of {lens.bank.name}/{split}",
+        )
+    try:
+        return np.load(path, mmap_mode="c")  # copy on write: torch wants memory it could write to
+    except ValueError as e:
+        raise AimError(f"{path} is damaged ({e}); delete it, or start over with --fresh.") from e
 
 # %% ../nbs/16_pretrain.ipynb #0794d672
 def feature_bank(
     backbone,  # frozen, from `pretrained_backbone`
-    bank,      # its images
+    bank,  # its images
     splits=("train", "val", "test"),
     views=10,  # augmented views of each training image (0: fresh ones for each episode)
-    seed=0,    # of the views
-    fresh=None, # compute again (None: what $AIM_FRESH says)
+    seed=0,  # of the views
+    fresh=None,  # compute again (None: what $AIM_FRESH says)
     device="cpu",
 ) -> FeatureBank:
     "Exact features of validation and test images, a pool of augmented views of training images."
     lens, sha = Lens(bank, device), module_sha(backbone)
     V = min(views, 1) if not _has_chance(lens.policy) else views  # without augmentation all views are one
     counts = {s: [len(r) for r in bank.class_rows(s)] for s in splits}
-    arrays = {s: split_features(backbone, lens, s, V if s == "train" else 0, seed, sha, fresh) for s in splits if s != "train" or V}
+    arrays = {
+        s: split_features(backbone, lens, s, V if s == "train" else 0, seed, sha, fresh)
+        for s in splits
+        if s != "train" or V
+    }
     info = dict(dataset=bank.name, data=bank.sha, backbone=sha, views=V, view_seed=seed, d=backbone.d_out)
-    maker = fresh_maker(backbone, lens, np.concatenate(bank.class_rows("train"))) if "train" in splits and not V else None
+    maker = (
+        fresh_maker(backbone, lens, np.concatenate(bank.class_rows("train"))) if "train" in splits and not V else None
+    )
     return FeatureBank(arrays, counts, dict(info, key=content_key([info, list(splits)])), maker)
 
 # %% ../nbs/16_pretrain.ipynb #c4f3bbc3
 def features_from_arrays(
-    **splits, # train=(X, y), val=(X, y), test=(X, y); X is (N, d) or (N, views, d)
+    **splits,  # train=(X, y), val=(X, y), test=(X, y); X is (N, d) or (N, views, d)
 ) -> FeatureBank:
     "A feature bank of arrays made elsewhere."
     arrays, counts = {}, {}
     for split, (X, y) in splits.items():
         X, y = np.asarray(X), np.asarray(y)
-        if len(X) != len(y): raise AimError(f"The {split} split has {len(X)} rows of features and {len(y)} labels.")
-        if not np.isfinite(X).all(): raise AimError(f"The {split} features hold values that are not finite.")
+        if len(X) != len(y):
+            raise AimError(f"The {split} split has {len(X)} rows of features and {len(y)} labels.")
+        if not np.isfinite(X).all():
+            raise AimError(f"The {split} features hold values that are not finite.")
         order = np.argsort(y, kind="stable")
         arrays[split] = (X[:, None] if X.ndim == 2 else X)[order]
         counts[split] = np.unique(y, return_counts=True)[1].tolist()

@@ -17,67 +17,112 @@ __all__ = ['why_not_comparable', 'banner', 'EpisodeScores', 'asked', 'difference
 
 # %% ../nbs/17_reading.ipynb #b984db11
 def why_not_comparable(
-    task,              # fewshot | continual
+    task,  # fewshot | continual
     dataset,
-    plan:Budget,
-    protocol:Protocol,
+    plan: Budget,
+    protocol: Protocol,
 ) -> list:
     "The reasons, if any, why these runs cannot be compared with the paper's figures."
     table = {"fewshot": "few-shot", "continual": "continualz"}[task]
     said = []
-    if not paper_table(table, dataset=dataset): said.append(f"the paper has no {dataset}")
-    if plan.steps != hyper(task)["steps"].value: said.append(f"{plan.steps:,} meta-training steps where the paper has {hyper(task)['steps'].value:,}")
-    if plan.width: said.append(f"convolutions of {plan.width} channels instead of the paper's")
-    if protocol.changed(): said.append("switches moved: " + ", ".join(f"{k}={v}" for k, v in protocol.changed().items()))
+    if not paper_table(table, dataset=dataset):
+        said.append(f"the paper has no {dataset}")
+    if plan.steps != hyper(task)["steps"].value:
+        said.append(f"{plan.steps:,} meta-training steps where the paper has {hyper(task)['steps'].value:,}")
+    if plan.width:
+        said.append(f"convolutions of {plan.width} channels instead of the paper's")
+    if protocol.changed():
+        said.append("switches moved: " + ", ".join(f"{k}={v}" for k, v in protocol.changed().items()))
     return said
 
+
 def banner(
-    task, dataset, plan, protocol,
-    runs=1,            # how many runs there are
-    backbone="",       # few-shot only
+    task,
+    dataset,
+    plan,
+    protocol,
+    runs=1,  # how many runs there are
+    backbone="",  # few-shot only
 ) -> str:
     "What is about to be run, and whether it can be compared with the paper."
     why = why_not_comparable(task, dataset, plan, protocol)
-    what = f"{task} on {dataset}" + (f", backbone {backbone}" if backbone else "") + f", budget {plan.name}: {runs} runs of {plan.steps:,} steps"
-    return what + "\n" + ("comparable with the paper's figures" if not why else "NOT comparable with the paper's figures: " + "; ".join(why))
+    what = (
+        f"{task} on {dataset}"
+        + (f", backbone {backbone}" if backbone else "")
+        + f", budget {plan.name}: {runs} runs of {plan.steps:,} steps"
+    )
+    return (
+        what
+        + "\n"
+        + (
+            "comparable with the paper's figures"
+            if not why
+            else "NOT comparable with the paper's figures: " + "; ".join(why)
+        )
+    )
 
 # %% ../nbs/17_reading.ipynb #7c7ec731
 class EpisodeScores(NamedTuple):
     "Test episodes and what they came to, mean over seeds."
-    episodes: tuple       # what decides which episodes they are
+
+    episodes: tuple  # what decides which episodes they are
     accuracy: np.ndarray  # (E,) percent
 
-def asked(records) -> EpisodeScores|None: # the seeds of one few-shot question
+
+def asked(records) -> EpisodeScores | None:  # the seeds of one few-shot question
     "The episodes of some records, if all of them keep what each came to."
-    known = {(r["dataset"], r["data_sha"], r["metrics"].get("episodes"), *(r["parameters"].get(k) for k in ("n_shot", "n_way", "n_query"))) for r in records}
-    if len(known) != 1 or not all("hits" in r["metrics"] for r in records): return None
-    return EpisodeScores(*known, np.mean([unpack_hits(r["metrics"]["hits"], r["parameters"]["n_way"]*r["parameters"]["n_query"]) for r in records], 0))
+    known = {
+        (
+            r["dataset"],
+            r["data_sha"],
+            r["metrics"].get("episodes"),
+            *(r["parameters"].get(k) for k in ("n_shot", "n_way", "n_query")),
+        )
+        for r in records
+    }
+    if len(known) != 1 or not all("hits" in r["metrics"] for r in records):
+        return None
+    return EpisodeScores(
+        *known,
+        np.mean(
+            [unpack_hits(r["metrics"]["hits"], r["parameters"]["n_way"] * r["parameters"]["n_query"]) for r in records],
+            0,
+        ),
+    )
+
 
 def difference_se(
-    a, b,               # `Seeds` of two methods
-    of_a=None, of_b=None, # their episodes, as `asked`
+    a,
+    b,  # `Seeds` of two methods
+    of_a=None,
+    of_b=None,  # their episodes, as `asked`
 ) -> float:
     "Standard error of a - b: of the episodes, one by one where both were asked the same, and of the seeds."
     same = of_a is not None and of_b is not None and of_a.episodes == of_b.episodes
-    noise = (of_a.accuracy - of_b.accuracy).var(ddof=1)/len(of_a.accuracy) if same else a.se**2 + b.se**2
-    return math.sqrt(noise + sum((c.sd or 0)**2/c.n for c in (a, b)))
+    noise = (of_a.accuracy - of_b.accuracy).var(ddof=1) / len(of_a.accuracy) if same else a.se**2 + b.se**2
+    return math.sqrt(noise + sum((c.sd or 0) ** 2 / c.n for c in (a, b)))
 
 # %% ../nbs/17_reading.ipynb #26a3df5d
 def difference(
-    a, b, # records (seeds) of two methods
+    a,
+    b,  # records (seeds) of two methods
 ) -> tuple:
     "a - b in points, and its 95 % half-width."
-    x, y = (seed_summary([r["metrics"]["accuracy"] for r in recs], [r["metrics"]["ci95"] for r in recs]) for recs in (a, b))
-    return x.mean - y.mean, 1.96*difference_se(x, y, asked(a), asked(b))
+    x, y = (
+        seed_summary([r["metrics"]["accuracy"] for r in recs], [r["metrics"]["ci95"] for r in recs]) for recs in (a, b)
+    )
+    return x.mean - y.mean, 1.96 * difference_se(x, y, asked(a), asked(b))
+
 
 def judge(d, half) -> str:
     "A difference in words."
-    if abs(d) <= half: return f"no difference that can be told from noise ({d:+.2f} ± {half:.2f} points)"
+    if abs(d) <= half:
+        return f"no difference that can be told from noise ({d:+.2f} ± {half:.2f} points)"
     return f"{'ahead' if d > 0 else 'behind'} by {abs(d):.2f} ± {half:.2f} points"
 
 # %% ../nbs/17_reading.ipynb #2bcfa445
 def read_fewshot(
-    records, # of one dataset, backbone and budget
+    records,  # of one dataset, backbone and budget
 ) -> str:
     "What the few-shot records say about AIM, as Markdown."
     lines = []
@@ -85,10 +130,15 @@ def read_fewshot(
         of = lambda m: [r for r in records if r["method"] == m and r["parameters"]["n_shot"] == n]
         for other in ("sib", "sib+linear"):
             if of("sib+aim") and of(other):
-                lines.append(f"- **{n}-shot:** SIB+AIM is, against {method_label(other)}, {judge(*difference(of('sib+aim'), of(other)))}.")
+                lines.append(
+                    f"- **{n}-shot:** SIB+AIM is, against {method_label(other)}, {judge(*difference(of('sib+aim'), of(other)))}."
+                )
     seeds = {r["seed"] for r in records}
-    if len(seeds) == 1: lines.append("- One seed: the spread between seeds is unknown, so small differences mean little.")
+    if len(seeds) == 1:
+        lines.append("- One seed: the spread between seeds is unknown, so small differences mean little.")
     steps = {r["budget"]["steps"] for r in records}
     if max(steps) < hyper("fewshot")["steps"].value:
-        lines.append(f"- {max(steps):,} steps are a fraction of the paper's {hyper('fewshot')['steps'].value:,}; AIM learns more slowly than SIB at first, so nothing here settles the paper's claim.")
+        lines.append(
+            f"- {max(steps):,} steps are a fraction of the paper's {hyper('fewshot')['steps'].value:,}; AIM learns more slowly than SIB at first, so nothing here settles the paper's claim."
+        )
     return "\n".join(lines)

@@ -20,11 +20,13 @@ __all__ = ['FORMAT', 'IDENTITY', 'OUTCOME', 'CIRCUMSTANCES', 'record_key', 'code
 FORMAT = 1
 IDENTITY = dict(task=str, dataset=str, method=str, seed=int, budget=dict, protocol=dict, parameters=dict, data_sha=str)
 OUTCOME = dict(metrics=dict, history=list)
-CIRCUMSTANCES = dict(notebook=str, seconds=(int, float), device=str, threads=int, versions=dict, commit=str, created=str)
+CIRCUMSTANCES = dict(
+    notebook=str, seconds=(int, float), device=str, threads=int, versions=dict, commit=str, created=str
+)
 
 # %% ../nbs/06_records.ipynb #d6e76f40
 def record_key(
-    identity, # at least the fields of `IDENTITY`
+    identity,  # at least the fields of `IDENTITY`
 ) -> str:
     "The name of a question: equal questions have equal keys."
     return content_key({k: identity[k] for k in IDENTITY})
@@ -33,102 +35,160 @@ def record_key(
 @functools.cache
 def code_commit() -> str:
     "The commit of the code that runs, with `+` where it was changed; empty where no repository tracks it."
-    def git(*args): return subprocess.run(["git", "-C", str(files("aim_nb")), *args], capture_output=True, text=True, check=True).stdout.strip()
+
+    def git(*args):
+        return subprocess.run(
+            ["git", "-C", str(files("aim_nb")), *args], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
     try:
         git("ls-files", "--error-unmatch", "--", "__init__.py")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", ".") else "")
-    except (OSError, subprocess.CalledProcessError): return ""
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no", "--", ".") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
 
 def versions() -> dict:
     "What a number may depend on."
     import numpy
+
     return dict(aim_nb=__version__, python=platform.python_version(), torch=torch.__version__, numpy=numpy.__version__)
 
 # %% ../nbs/06_records.ipynb #3c7a2bfe
 def new_record(
-    task:str,           # fewshot | continual | pretrain
-    dataset:str,
-    method:str,
-    seed:int,
-    budget:Budget,
-    protocol:Protocol,
-    parameters:dict,    # everything else that was asked for: backbone, n_shot, M, K, l ...
-    data_sha:str,       # the bank's content hash
-    metrics:dict,       # what came out
-    history:list=(),    # metrics over steps
-    notebook:str="",
-    seconds:float=0.,
-    device:str="cpu",
+    task: str,  # fewshot | continual | pretrain
+    dataset: str,
+    method: str,
+    seed: int,
+    budget: Budget,
+    protocol: Protocol,
+    parameters: dict,  # everything else that was asked for: backbone, n_shot, M, K, l ...
+    data_sha: str,  # the bank's content hash
+    metrics: dict,  # what came out
+    history: list = (),  # metrics over steps
+    notebook: str = "",
+    seconds: float = 0.0,
+    device: str = "cpu",
 ) -> dict:
     "A complete record, with its key and circumstances."
-    rec = dict(format=FORMAT, task=task, dataset=dataset, method=method, seed=seed, budget=budget.asdict(), protocol=protocol.asdict(),
-        parameters=dict(parameters), data_sha=data_sha, metrics=metrics, history=list(history), notebook=notebook, seconds=round(float(seconds), 1),
-        device=str(device), threads=torch.get_num_threads(), versions=versions(), commit=code_commit(), created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    rec = dict(
+        format=FORMAT,
+        task=task,
+        dataset=dataset,
+        method=method,
+        seed=seed,
+        budget=budget.asdict(),
+        protocol=protocol.asdict(),
+        parameters=dict(parameters),
+        data_sha=data_sha,
+        metrics=metrics,
+        history=list(history),
+        notebook=notebook,
+        seconds=round(float(seconds), 1),
+        device=str(device),
+        threads=torch.get_num_threads(),
+        versions=versions(),
+        commit=code_commit(),
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
     rec["key"] = record_key(rec)
     return check_record(rec, "this record")
 
 # %% ../nbs/06_records.ipynb #e2fb9308
 def _finite(value) -> bool:
     "No NaN or infinity anywhere in a nested value."
-    if isinstance(value, dict): return all(map(_finite, value.values()))
-    if isinstance(value, (list, tuple)): return all(map(_finite, value))
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
+
 
 def check_record(
     rec,  # what was read
-    name, # what to call it in an error
+    name,  # what to call it in an error
 ) -> dict:
     "Return `rec` if it is a whole record of this format, else say what is wrong with it."
-    if not isinstance(rec, dict) or "format" not in rec: raise AimError(f"{name} is not a run record.")
-    if rec["format"] != FORMAT: raise AimError(f"{name} has record format {rec['format']}, this version reads {FORMAT}; run the experiment again.")
+    if not isinstance(rec, dict) or "format" not in rec:
+        raise AimError(f"{name} is not a run record.")
+    if rec["format"] != FORMAT:
+        raise AimError(
+            f"{name} has record format {rec['format']}, this version reads {FORMAT}; run the experiment again."
+        )
     for field, kind in {**IDENTITY, **OUTCOME, **CIRCUMSTANCES, "key": str}.items():
-        if not isinstance(rec.get(field), kind): raise AimError(f"{name}: field {field!r} is missing or of the wrong type.")
-    if not isinstance(rec["budget"].get("name"), str): raise AimError(f"{name}: its budget has no name.")
-    if rec["key"] != record_key(rec): raise AimError(f"{name}: its key does not fit its contents; it was changed after it was written.")
-    if not _finite([rec["metrics"], rec["history"]]): raise AimError(f"{name}: a metric is not a finite number.")
+        if not isinstance(rec.get(field), kind):
+            raise AimError(f"{name}: field {field!r} is missing or of the wrong type.")
+    if not isinstance(rec["budget"].get("name"), str):
+        raise AimError(f"{name}: its budget has no name.")
+    if rec["key"] != record_key(rec):
+        raise AimError(f"{name}: its key does not fit its contents; it was changed after it was written.")
+    if not _finite([rec["metrics"], rec["history"]]):
+        raise AimError(f"{name}: a metric is not a finite number.")
     return rec
 
 # %% ../nbs/06_records.ipynb #9bbd5186
-def records_dir() -> Path: return runs_dir()/"records"
-def kept_dir() -> Path: return project_root()/"results"
+def records_dir() -> Path:
+    return runs_dir() / "records"
+
+
+def kept_dir() -> Path:
+    return project_root() / "results"
+
 
 def record_name(rec) -> str:
     "A file name that a person can read."
     return f"{rec['task']}-{rec['dataset'].replace(':', '_').replace('/', '_')}-{rec['method']}-{rec['budget']['name']}-s{rec['seed']}-{rec['key']}.json"
 
+
 def save_record(rec, folder=None) -> Path:
     "Write `rec` to `folder` (default: the runs' records), whole or not at all."
-    path = Path(folder or records_dir())/record_name(check_record(rec, "this record"))
+    path = Path(folder or records_dir()) / record_name(check_record(rec, "this record"))
     atomic_write(path, json.dumps(rec, indent=1, sort_keys=True) + "\n")
     return path
 
+
 def read_record(path) -> dict:
     "The record at `path`, checked."
-    try: rec = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e: raise AimError(f"{path} cannot be read as a record ({e}).") from e
+    try:
+        rec = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise AimError(f"{path} cannot be read as a record ({e}).") from e
     return check_record(rec, str(path))
 
 # %% ../nbs/06_records.ipynb #3d01bc4f
 _MISSING = object()
 
+
 def field(rec, name):
     "A field of a record, looked for at the top, then in parameters, budget and protocol."
-    if name == "budget": return rec["budget"]["name"]
+    if name == "budget":
+        return rec["budget"]["name"]
     for part in (rec, rec["parameters"], rec["protocol"], rec["budget"]):
-        if name in part: return part[name]
+        if name in part:
+            return part[name]
     return _MISSING
 
+
 def read_records(
-    *folders, # default: the kept records
+    *folders,  # default: the kept records
     **where,  # field=value, or field=collection of values
 ) -> list:
     "All good records that fit, in a fixed order; each bad file is named in a warning."
     out = {}
     for path in (p for f in folders or (kept_dir(),) for p in sorted(Path(f).glob("*.json"))):
-        try: rec = read_record(path)
-        except AimError as e: warnings.warn(f"left out: {e}"); continue
-        if all(field(rec, k) in v if isinstance(v, (list, tuple, set)) else field(rec, k) == v for k, v in where.items()): out[rec["key"]] = rec
+        try:
+            rec = read_record(path)
+        except AimError as e:
+            warnings.warn(f"left out: {e}")
+            continue
+        if all(
+            field(rec, k) in v if isinstance(v, (list, tuple, set)) else field(rec, k) == v for k, v in where.items()
+        ):
+            out[rec["key"]] = rec
     return list(out.values())
+
 
 def find_record(identity) -> dict | None:
     "The finished run that answers this question, among the runs and, after them, the kept records."
@@ -137,9 +197,9 @@ def find_record(identity) -> dict | None:
 
 # %% ../nbs/06_records.ipynb #b56ac2b8
 def keep(
-    folder=None, # where to take from (default: the runs' records)
-    into=None,   # where to put (default: the committed results)
-    **where,     # as for `read_records`
+    folder=None,  # where to take from (default: the runs' records)
+    into=None,  # where to put (default: the committed results)
+    **where,  # as for `read_records`
 ) -> list:
     "Copy the records that fit into the committed results; return their paths."
     return [save_record(rec, into or kept_dir()) for rec in read_records(folder or records_dir(), **where)]
@@ -149,5 +209,6 @@ def essence(rec) -> dict:
     "What two runs of the same question must agree on."
     out = {k: rec[k] for k in (*IDENTITY, *OUTCOME, "format", "key")}
     backbone = rec["metrics"].get("backbone")
-    if isinstance(backbone, dict): out["metrics"] = out["metrics"] | {"backbone": {k: v for k, v in backbone.items() if k != "source"}}
+    if isinstance(backbone, dict):
+        out["metrics"] = out["metrics"] | {"backbone": {k: v for k, v in backbone.items() if k != "source"}}
     return out

@@ -18,6 +18,7 @@ __all__ = ['PlainAIM', 'copy_weights', 'PlainSIB', 'labels', 'PlainFewshot', 'Pl
 # %% ../nbs/18_reference.ipynb #239f526a
 class PlainAIM(nn.Module):
     "All `M` mechanisms for all tokens, then a mask; parameters named and shaped as those of `AIM`."
+
     def __init__(self, d_in, d_out, M=32, K=8, l=2, d_h=256, d_k=128, gate="sigmoid"):
         super().__init__()
         self.K, self.l, self.gate = K, l, gate
@@ -25,52 +26,66 @@ class PlainAIM(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
         self.register_parameter("b_K", nn.Parameter(torch.zeros(d_k)) if gate == "raw" else None)
 
-    def attention(self, tokens, ranks=None):       # (B, T, D); positions among the best K + l
+    def attention(self, tokens, ranks=None):  # (B, T, D); positions among the best K + l
         "(B, T, M) weights of tokens and mechanisms, zero where the mechanism is not in use."
         q, k = torch.bmm(self.h[:, None], self.W_Q)[:, 0], tokens @ self.W_K
-        if self.b_K is not None: k = k + self.b_K
-        s = k @ q.T/math.sqrt(q.shape[1])
+        if self.b_K is not None:
+            k = k + self.b_K
+        s = k @ q.T / math.sqrt(q.shape[1])
         a = s.softmax(1) if self.gate == "sigmoid" else s
         best = a[:, 0].topk(self.K + self.l if ranks is not None else self.K).indices
-        used = torch.zeros_like(a[:, 0]).scatter(1, best if ranks is None else best[:, ranks], 1.)
-        return a*used[:, None]
+        used = torch.zeros_like(a[:, 0]).scatter(1, best if ranks is None else best[:, ranks], 1.0)
+        return a * used[:, None]
 
-    def forward(self, z, ranks=None):              # (B, D)
+    def forward(self, z, ranks=None):  # (B, D)
         tokens = torch.stack([z, torch.zeros_like(z)], 1) if self.gate == "sigmoid" else z[:, None]
         a = self.attention(tokens, ranks)
-        values = torch.bmm(tokens.flatten(0, 1).expand(len(self.W_M), -1, -1), self.W_M)       # (M, B*T, V)
-        out = (a.flatten(0, 1).T[..., None]*values).sum(0).unflatten(0, a.shape[:2]).sum(1)
+        values = torch.bmm(tokens.flatten(0, 1).expand(len(self.W_M), -1, -1), self.W_M)  # (M, B*T, V)
+        out = (a.flatten(0, 1).T[..., None] * values).sum(0).unflatten(0, a.shape[:2]).sum(1)
         return out if self.gate == "sigmoid" else F.normalize(out, dim=-1)
 
 # %% ../nbs/18_reference.ipynb #e9c919a9
 @torch.no_grad()
 def copy_weights(
-    src, dst, # modules whose parameters come in the same order and shapes
+    src,
+    dst,  # modules whose parameters come in the same order and shapes
 ):
     "Give `dst` the weights of `src`; returns `dst` in the same dtype."
     a, b = list(src.parameters()), list(dst.parameters())
-    if [t.shape for t in a] != [t.shape for t in b]: raise ValueError("The two modules differ in their parameters.")
+    if [t.shape for t in a] != [t.shape for t in b]:
+        raise ValueError("The two modules differ in their parameters.")
     dst.to(a[0].dtype)
-    for s, d in zip(a, dst.parameters()): d.copy_(s)
+    for s, d in zip(a, dst.parameters()):
+        d.copy_(s)
     return dst
 
 # %% ../nbs/18_reference.ipynb #a6d4f200
 class PlainSIB(nn.Module):
     "Cosine classifier whose class vectors take synthetic gradient steps."
+
     def __init__(self, d, n_way=5, steps=3, eps=1e-3):
         super().__init__()
-        self.n_way, self.steps, self.eps, H = n_way, steps, eps, 8*n_way
-        self.w, self.scale, self.bias = (nn.Parameter(torch.tensor(v)) for v in ([1.]*d, 10., 0.))
-        self.dni = nn.Sequential(nn.Linear(n_way, H), nn.ReLU(), nn.BatchNorm1d(H), nn.Linear(H, H), nn.ReLU(), nn.BatchNorm1d(H), nn.Linear(H, n_way))
+        self.n_way, self.steps, self.eps, H = n_way, steps, eps, 8 * n_way
+        self.w, self.scale, self.bias = (nn.Parameter(torch.tensor(v)) for v in ([1.0] * d, 10.0, 0.0))
+        self.dni = nn.Sequential(
+            nn.Linear(n_way, H),
+            nn.ReLU(),
+            nn.BatchNorm1d(H),
+            nn.Linear(H, H),
+            nn.ReLU(),
+            nn.BatchNorm1d(H),
+            nn.Linear(H, n_way),
+        )
 
-    def scores(self, theta, Q): return self.scale*(F.normalize(Q, dim=-1) @ F.normalize(theta, dim=-1).T + self.bias)
+    def scores(self, theta, Q):
+        return self.scale * (F.normalize(Q, dim=-1) @ F.normalize(theta, dim=-1).T + self.bias)
 
-    def forward(self, S, Q):                # (n, d) support class by class, (q, d) queries
-        theta = self.w*F.normalize(S, dim=-1).unflatten(0, (self.n_way, -1)).mean(1)
+    def forward(self, S, Q):  # (n, d) support class by class, (q, d) queries
+        theta = self.w * F.normalize(S, dim=-1).unflatten(0, (self.n_way, -1)).mean(1)
         for _ in range(self.steps):
             s = self.scores(theta, Q)
-            slope, = torch.autograd.grad(s, theta, self.dni(s), create_graph=True)
-            theta = theta - self.eps*slope
+            (slope,) = torch.autograd.grad(s, theta, self.dni(s), create_graph=True)
+            theta = theta - self.eps * slope
         return self.scores(theta, Q)
 
 # %% ../nbs/18_reference.ipynb #c995b8fc
@@ -81,119 +96,153 @@ def labels(n_way, each):
 # %% ../nbs/18_reference.ipynb #897620a0
 class PlainFewshot:
     "Few-shot training as the release does it."
-    def __init__(self,
-        layer, head, # PlainAIM | PlainLinear | None; PlainSIB
-        rates,       # nu_in, nu_out, nu_sib, momentum, decay
+
+    def __init__(
+        self,
+        layer,
+        head,  # PlainAIM | PlainLinear | None; PlainSIB
+        rates,  # nu_in, nu_out, nu_sib, momentum, decay
         n_shot=1,
     ):
         nu_in, nu_out, nu_sib, momentum, decay = rates
-        self.layer, self.head, self.n = layer, head, head.n_way*n_shot
+        self.layer, self.head, self.n = layer, head, head.n_way * n_shot
         sgd = torch.optim.SGD
-        self.inner, self.outer = (None, None) if layer is None else (sgd(layer.parameters(), nu_in), sgd(layer.parameters(), nu_out))
+        self.inner, self.outer = (
+            (None, None) if layer is None else (sgd(layer.parameters(), nu_in), sgd(layer.parameters(), nu_out))
+        )
         self.sib = sgd(head.parameters(), nu_sib, momentum=momentum, weight_decay=decay, nesterov=True)
 
-    def out(self, z, ranks): return z if self.layer is None else self.layer(z, ranks)
+    def out(self, z, ranks):
+        return z if self.layer is None else self.layer(z, ranks)
 
     def loss(self, S, Q):
         s = self.head(S, Q)
-        return s, F.cross_entropy(s, labels(self.head.n_way, len(s)//self.head.n_way))
+        return s, F.cross_entropy(s, labels(self.head.n_way, len(s) // self.head.n_way))
 
-    def step(self, z, ranks_in=None, ranks_out=None): # (n + q, D) support rows, then queries
+    def step(self, z, ranks_in=None, ranks_out=None):  # (n + q, D) support rows, then queries
         "Inner and outer step in place; returns the logits of the queries."
         if self.layer is not None:
-            out = self.out(z[:self.n], ranks_in)
+            out = self.out(z[: self.n], ranks_in)
             self._update(self.loss(out, out)[1], self.inner)
-        s, loss = self.loss(self.out(z[:self.n], ranks_out), self.out(z[self.n:], ranks_out))
+        s, loss = self.loss(self.out(z[: self.n], ranks_out), self.out(z[self.n :], ranks_out))
         self._update(loss, self.outer, self.sib)
         return s.detach()
 
     def _update(self, loss, *optimisers):
         optimisers = [o for o in optimisers if o]
-        for p in (*self.head.parameters(), *(self.layer.parameters() if self.layer is not None else ())): p.grad = None
+        for p in (*self.head.parameters(), *(self.layer.parameters() if self.layer is not None else ())):
+            p.grad = None
         loss.backward()
-        for o in optimisers: o.step()
+        for o in optimisers:
+            o.step()
 
 # %% ../nbs/18_reference.ipynb #6452fda8
 class PlainLinear(nn.Module):
     "One matrix, no bias."
+
     def __init__(self, d_in, d_out):
         super().__init__()
         self.W = nn.Parameter(torch.zeros(d_in, d_out))
-    def forward(self, z, ranks=None): return z @ self.W
+
+    def forward(self, z, ranks=None):
+        return z @ self.W
 
 # %% ../nbs/18_reference.ipynb #bec8e5f2
 def plain_episode(
-    layer, head, # PlainAIM | PlainLinear | None; PlainSIB
-    z,           # (n + q, D) features, support rows first
+    layer,
+    head,  # PlainAIM | PlainLinear | None; PlainSIB
+    z,  # (n + q, D) features, support rows first
     n_shot=1,
-    lr=3e-3,     # of the one step
+    lr=3e-3,  # of the one step
 ):
     "Logits of the queries after one SGD step on a copy of the layer."
-    n = head.n_way*n_shot
-    if layer is None: return head(z[:n], z[n:]).detach()
+    n = head.n_way * n_shot
+    if layer is None:
+        return head(z[:n], z[n:]).detach()
     own = copy.deepcopy(layer)
     out = own(z[:n])
     loss = F.cross_entropy(head(out, out), labels(head.n_way, n_shot))
-    for p, g in zip(own.parameters(), torch.autograd.grad(loss, list(own.parameters()))): p.data.sub_(g, alpha=lr)
-    with torch.no_grad(): S, Q = own(z[:n]), own(z[n:])
+    for p, g in zip(own.parameters(), torch.autograd.grad(loss, list(own.parameters()))):
+        p.data.sub_(g, alpha=lr)
+    with torch.no_grad():
+        S, Q = own(z[:n]), own(z[n:])
     return head(S, Q).detach()
 
 # %% ../nbs/18_reference.ipynb #bf99cb53
 def plain_convs(
-    c_in, width, # channels of the images; of every layer
-    pools,       # for each layer max | avg | ""
+    c_in,
+    width,  # channels of the images; of every layer
+    pools,  # for each layer max | avg | ""
     padding=1,
 ) -> nn.Sequential:
     "A chain of 3x3 convolutions that ends in flat features."
     pool, layers = {"max": nn.MaxPool2d(2), "avg": nn.AvgPool2d(2)}, []
     for i, p in enumerate(pools):
-        layers += [nn.Conv2d(width if i else c_in, width, 3, padding=padding), nn.BatchNorm2d(width), nn.ReLU(), *([pool[p]] if p else [])]
+        layers += [
+            nn.Conv2d(width if i else c_in, width, 3, padding=padding),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            *([pool[p]] if p else []),
+        ]
     return nn.Sequential(*layers, nn.Flatten()).eval()
 
 # %% ../nbs/18_reference.ipynb #f92d112f
 class PlainTail(nn.Module):
     "From features to logits."
-    def __init__(self, d, d_reduce, layer, d_layer, n_out, relu=True): # widths after reduce (0: none) and after the layer
+
+    def __init__(
+        self, d, d_reduce, layer, d_layer, n_out, relu=True
+    ):  # widths after reduce (0: none) and after the layer
         super().__init__()
         self.reduce, self.layer, self.relu = nn.Linear(d, d_reduce) if d_reduce else None, layer, relu
         self.fc = nn.Linear(d_layer, n_out)
+
     def forward(self, f, ranks=None):
-        if self.reduce is not None: f = self.reduce(f).relu() if self.relu else self.reduce(f)
+        if self.reduce is not None:
+            f = self.reduce(f).relu() if self.relu else self.reduce(f)
         return self.fc(f if self.layer is None else self.layer(f, ranks))
 
 # %% ../nbs/18_reference.ipynb #fa9fd874
 class PlainOML(nn.Module):
     "Representation, then tail."
+
     fast = ("tail.",)
+
     def __init__(self, rln, tail):
         super().__init__()
         self.rln, self.tail = rln, tail
-    def forward(self, x, ranks=None): return self.tail(self.rln(x), ranks)
+
+    def forward(self, x, ranks=None):
+        return self.tail(self.rln(x), ranks)
 
 # %% ../nbs/18_reference.ipynb #e2e79414
 class PlainANML(nn.Module):
     "Prediction network times the gate of the neuromodulatory one, then tail."
+
     def __init__(self, nm, p, d_nm, d_p, tail):
         super().__init__()
         self.nm, self.p, self.gate, self.tail = nm, p, nn.Linear(d_nm, d_p), tail
         last = [n for n, m in p.named_children() if isinstance(m, nn.BatchNorm2d)][-1]
-        self.fast = (f"p.{last}.", "tail.")         # the release's; the paper's is ("p.", "tail.")
-    def forward(self, x, ranks=None): return self.tail(self.p(x)*self.gate(self.nm(x)).sigmoid(), ranks)
+        self.fast = (f"p.{last}.", "tail.")  # the release's; the paper's is ("p.", "tail.")
+
+    def forward(self, x, ranks=None):
+        return self.tail(self.p(x) * self.gate(self.nm(x)).sigmoid(), ranks)
 
 # %% ../nbs/18_reference.ipynb #7f8e2f8d
 def plain_inner(
-    net,           # any of the above
-    x, y,          # (T, ...) images or features, labels
-    fast_names,    # beginnings of the names of what moves
+    net,  # any of the above
+    x,
+    y,  # (T, ...) images or features, labels
+    fast_names,  # beginnings of the names of what moves
     lr=1e-2,
-    ranks=None,    # one choice of ranks for each step, or None
+    ranks=None,  # one choice of ranks for each step, or None
 ) -> dict:
     "The fast weights after one SGD step on each image."
     fast = {n: p for n, p in net.named_parameters() if n.startswith(fast_names)}
     for t in range(len(x)):
-        loss = F.cross_entropy(functional_call(net, fast, (x[t:t+1], ranks and ranks[t])), y[t:t+1])
+        loss = F.cross_entropy(functional_call(net, fast, (x[t : t + 1], ranks and ranks[t])), y[t : t + 1])
         grads = torch.autograd.grad(loss, list(fast.values()))
-        fast = {n: p - lr*g for (n, p), g in zip(fast.items(), grads)}
+        fast = {n: p - lr * g for (n, p), g in zip(fast.items(), grads)}
     return fast
 
 # %% ../nbs/18_reference.ipynb #b679889a
@@ -208,14 +257,19 @@ def plain_outer(net, optimiser, x, y, x_inner, y_inner, fast_names, lr=1e-2, ran
 
 # %% ../nbs/18_reference.ipynb #83368449
 def plain_metatest(
-    net, x, y,     # network, (T, ...) images in the order they are learnt, labels
-    moving=("tail.",), lr=1e-3, optimiser=None,
+    net,
+    x,
+    y,  # network, (T, ...) images in the order they are learnt, labels
+    moving=("tail.",),
+    lr=1e-3,
+    optimiser=None,
 ):
     "One pass of dense Adam over a trajectory; returns the optimiser, so that it can go on."
-    for n, p in net.named_parameters(): p.requires_grad_(n.startswith(moving))
+    for n, p in net.named_parameters():
+        p.requires_grad_(n.startswith(moving))
     optimiser = optimiser or torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr)
     for t in range(len(x)):
-        loss = F.cross_entropy(net(x[t:t+1]), y[t:t+1])
+        loss = F.cross_entropy(net(x[t : t + 1]), y[t : t + 1])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

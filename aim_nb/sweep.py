@@ -11,7 +11,23 @@ from . import train_continual, train_fewshot
 from .aim import check_choices, check_sizes
 from .banks import bank_dir, open_bank
 from .cli import WANTED, check_values, find_notebook, parameters_of, shorten, spell, task_of
-from .core import CONTINUAL_METHODS, SWITCHES, AimError, Protocol, budget, check_choice, content_key, data_root, numbers, pick_device, project_root, runs_dir, use_threads, words, worker_env
+from aim_nb.core import (
+    CONTINUAL_METHODS,
+    SWITCHES,
+    AimError,
+    Protocol,
+    budget,
+    check_choice,
+    content_key,
+    data_root,
+    numbers,
+    pick_device,
+    project_root,
+    runs_dir,
+    use_threads,
+    words,
+    worker_env,
+)
 from .evaluate_continual import classes_met, store_path
 from .pretrain import feature_bank, find_backbone, pretrain_identity, pretrained_backbone
 from .records import kept_dir, read_records, record_key, records_dir
@@ -28,168 +44,290 @@ __all__ = ['LISTS', 'EXPAND', 'FUNCTIONS', 'IMAGES', 'MACS', 'COST', 'LONGEST', 
 
 # %% ../nbs/19_sweep.ipynb #7d95e4dc
 def read_plan(
-    path, # of a TOML file, or the name of one in plans/
-) -> list: # of dicts, each with its notebook
+    path,  # of a TOML file, or the name of one in plans/
+) -> list:  # of dicts, each with its notebook
     "The parts of a plan as they are written."
-    path = next((p for p in (Path(path), project_root()/"plans"/f"{path}.toml") if p.is_file()), Path(path))
-    try: found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError: raise AimError(f"there is no plan {str(path)!r}; give the path of a TOML file or a name in plans/.") from None
-    except ValueError as e: raise AimError(f"{path} is not TOML: {e}.") from None
+    path = next((p for p in (Path(path), project_root() / "plans" / f"{path}.toml") if p.is_file()), Path(path))
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise AimError(f"there is no plan {str(path)!r}; give the path of a TOML file or a name in plans/.") from None
+    except ValueError as e:
+        raise AimError(f"{path} is not TOML: {e}.") from None
     parts = found.pop("part", [{}])
-    if not isinstance(parts, list) or not all(isinstance(p, dict) for p in parts): raise AimError(f"{path}: a part starts with [[part]].")
+    if not isinstance(parts, list) or not all(isinstance(p, dict) for p in parts):
+        raise AimError(f"{path}: a part starts with [[part]].")
     for part in (parts := [found | p for p in parts]):
-        if not isinstance(part.get("notebook"), str): raise AimError(f'{path} should name its notebook, such as notebook = "20_fewshot".')
+        if not isinstance(part.get("notebook"), str):
+            raise AimError(f'{path} should name its notebook, such as notebook = "20_fewshot".')
     return parts
 
 # %% ../nbs/19_sweep.ipynb #529cb3c9
-LISTS = ("shots", "methods", "seeds", "K_values", "l_values", "decisions", "metatest_update") # comma-separated in the notebooks
+LISTS = (
+    "shots",
+    "methods",
+    "seeds",
+    "K_values",
+    "l_values",
+    "decisions",
+    "metatest_update",
+)  # comma-separated in the notebooks
+
 
 def typed(name, value, default):
     "`value` if it has the type of `default`."
     kind = type(default)
-    if type(value) is kind or (kind is float and type(value) is int): return value
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
     raise AimError(f"{name} = {value!r} should be {WANTED.get(kind, 'a text')}, such as {default!r}.")
+
 
 def choices(name, value, default) -> list:
     "The values that one line of a plan stands for, as the notebook takes them."
     values = value if isinstance(value, list) else [value]
-    if not values: raise AimError(f"{name} = [] asks for nothing; give it a value or leave the line out.")
-    if name not in LISTS: return [typed(name, v, default) for v in values]
+    if not values:
+        raise AimError(f"{name} = [] asks for nothing; give it a value or leave the line out.")
+    if name not in LISTS:
+        return [typed(name, v, default) for v in values]
     for v in values:
-        if type(v) not in (str, int): raise AimError(f"{name} = {v!r} should be words or whole numbers, such as {default!r}.")
+        if type(v) not in (str, int):
+            raise AimError(f"{name} = {v!r} should be words or whole numbers, such as {default!r}.")
     return [",".join(map(str, values))]
 
 # %% ../nbs/19_sweep.ipynb #61b8c9a4
 def parameter_sets(
-    part, # of a plan
-) -> list: # of (notebook's stem, all of its parameters)
+    part,  # of a plan
+) -> list:  # of (notebook's stem, all of its parameters)
     "Every combination that a part asks for, checked."
     path = find_notebook(part["notebook"])
-    if path.stem not in EXPAND: raise AimError(f"{path.stem} makes no records of runs; a sweep can make those of {', '.join(EXPAND)}.")
+    if path.stem not in EXPAND:
+        raise AimError(f"{path.stem} makes no records of runs; a sweep can make those of {', '.join(EXPAND)}.")
     known, own = parameters_of(path), {k: v for k, v in part.items() if k != "notebook"}
     for name in own:
-        if name not in known: raise AimError(f"there is no parameter {name!r}; {path.stem} has {', '.join(known)}.")
+        if name not in known:
+            raise AimError(f"there is no parameter {name!r}; {path.stem} has {', '.join(known)}.")
     lists = {k: choices(k, own[k], default) if k in own else [default] for k, (default, _) in known.items()}
     sets = [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
-    for values in sets: check_values(values, task_of(path.stem))
+    for values in sets:
+        check_values(values, task_of(path.stem))
     return [(path.stem, values) for values in sets]
 
 # %% ../nbs/19_sweep.ipynb #c657ea9e
 class Run(NamedTuple):
     "One record to be made."
-    task: str      # fewshot | continual
-    settings: dict # arguments of `run_fewshot` or `run_continual`; protocol: the switches that the notebook sets
 
-_COMMON = ("dataset", "backbone", "budget", "steps", "M", "K", "l", *train_continual.METATEST, "checkpoint", "device", "data_root")
+    task: str  # fewshot | continual
+    settings: dict  # arguments of `run_fewshot` or `run_continual`; protocol: the switches that the notebook sets
 
-def _pick(values, names): return {n: values[n] for n in names if n in values}
 
-def _seeds(p): return numbers(p["seeds"]) if "seeds" in p else [p["seed"]]
+_COMMON = (
+    "dataset",
+    "backbone",
+    "budget",
+    "steps",
+    "M",
+    "K",
+    "l",
+    *train_continual.METATEST,
+    "checkpoint",
+    "device",
+    "data_root",
+)
+
+
+def _pick(values, names):
+    return {n: values[n] for n in names if n in values}
+
+
+def _seeds(p):
+    return numbers(p["seeds"]) if "seeds" in p else [p["seed"]]
+
 
 def fewshot_runs(p) -> list:
     "Those of `20_fewshot` and of `22_fewshot_activation`, which looks at SIB+AIM alone."
     common = _pick(p, _COMMON) | dict(protocol=_pick(p, SWITCHES))
-    return [Run("fewshot", common | dict(method=m, n_shot=n, seed=s)) for s in _seeds(p) for n in numbers(p["shots"]) for m in words(p.get("methods", "sib+aim"))]
+    return [
+        Run("fewshot", common | dict(method=m, n_shot=n, seed=s))
+        for s in _seeds(p)
+        for n in numbers(p["shots"])
+        for m in words(p.get("methods", "sib+aim"))
+    ]
 
 # %% ../nbs/19_sweep.ipynb #99fdd6e1
 def ablation_runs(p) -> list:
     "Those of `21_fewshot_ablation`: every K without chance, every l and every decision at K=8, and plain SIB."
     common, update = _pick(p, _COMMON), p["aim_update"]
-    points = [*((k, 0, "hard") for k in numbers(p["K_values"])), *((8, l, "hard") for l in numbers(p["l_values"])), *((8, 0, d) for d in words(p["decisions"]))]
-    rows = [dict(method="sib+aim", K=k, l=l, protocol=dict(decision=d, aim_update=update)) for k, l, d in dict.fromkeys(points)]
-    return [Run("fewshot", common | r | dict(n_shot=n, seed=s)) for s in _seeds(p) for n in numbers(p["shots"]) for r in (*rows, dict(method="sib", protocol={}))]
+    points = [
+        *((k, 0, "hard") for k in numbers(p["K_values"])),
+        *((8, l, "hard") for l in numbers(p["l_values"])),
+        *((8, 0, d) for d in words(p["decisions"])),
+    ]
+    rows = [
+        dict(method="sib+aim", K=k, l=l, protocol=dict(decision=d, aim_update=update))
+        for k, l, d in dict.fromkeys(points)
+    ]
+    return [
+        Run("fewshot", common | r | dict(n_shot=n, seed=s))
+        for s in _seeds(p)
+        for n in numbers(p["shots"])
+        for r in (*rows, dict(method="sib", protocol={}))
+    ]
+
 
 def continual_runs(p) -> list:
     "Those of `30_continual`, where AIM is meta-tested in every way asked for."
     common, own = _pick(p, _COMMON), _pick(p, SWITCHES)
     ways = [own | dict(metatest_update=u) for u in words(own.get("metatest_update", "head"))]
-    return [Run("continual", common | dict(method=m, seed=s, protocol=w)) for s in _seeds(p) for m in words(p["methods"]) for w in (ways if m.endswith("+aim") else ways[:1])]
+    return [
+        Run("continual", common | dict(method=m, seed=s, protocol=w))
+        for s in _seeds(p)
+        for m in words(p["methods"])
+        for w in (ways if m.endswith("+aim") else ways[:1])
+    ]
+
 
 def activation_runs(p) -> list:
     "Those of `31_continual_activation`, which looks at AIM alone."
-    for m in words(p["methods"]): check_choice("methods", m, [c for c in CONTINUAL_METHODS if c.endswith("+aim")])
+    for m in words(p["methods"]):
+        check_choice("methods", m, [c for c in CONTINUAL_METHODS if c.endswith("+aim")])
     return continual_runs(p)
 
-EXPAND = {"20_fewshot": fewshot_runs, "21_fewshot_ablation": ablation_runs, "22_fewshot_activation": fewshot_runs, "30_continual": continual_runs, "31_continual_activation": activation_runs}
+
+EXPAND = {
+    "20_fewshot": fewshot_runs,
+    "21_fewshot_ablation": ablation_runs,
+    "22_fewshot_activation": fewshot_runs,
+    "30_continual": continual_runs,
+    "31_continual_activation": activation_runs,
+}
 
 # %% ../nbs/19_sweep.ipynb #ff8fc083
 FUNCTIONS = {"fewshot": train_fewshot.run_fewshot, "continual": train_continual.run_continual}
 
+
 @functools.cache
-def _defaults(task): return {k: v.default for k, v in inspect.signature(FUNCTIONS[task]).parameters.items() if v.kind is not v.VAR_KEYWORD}
+def _defaults(task):
+    return {
+        k: v.default for k, v in inspect.signature(FUNCTIONS[task]).parameters.items() if v.kind is not v.VAR_KEYWORD
+    }
+
 
 def full(run) -> dict:
     "All arguments of a run, those left at their default included."
     return _defaults(run.task) | run.settings
 
+
 def budget_of(run):
     "The `Budget` of a run."
     s = full(run)
-    if run.task == "continual": return train_continual.continual_budget(s["budget"], s["dataset"], s["steps"], **_pick(s, train_continual.METATEST))
+    if run.task == "continual":
+        return train_continual.continual_budget(
+            s["budget"], s["dataset"], s["steps"], **_pick(s, train_continual.METATEST)
+        )
     return budget(s["budget"], run.task, s["dataset"], s["steps"])
 
 # %% ../nbs/19_sweep.ipynb #7b3f3c32
 def question(
     run,
-    data_sha="", # the hash of its bank
+    data_sha="",  # the hash of its bank
 ) -> dict:
     "The identity of the record that a run writes."
     s = full(run)
     args = s["dataset"], s["method"], s["seed"], budget_of(run), Protocol(**s["protocol"]), data_sha
-    if run.task == "continual": return train_continual.continual_identity(*args, **_pick(s, ("M", "K", "l", "checkpoint")))
+    if run.task == "continual":
+        return train_continual.continual_identity(*args, **_pick(s, ("M", "K", "l", "checkpoint")))
     others = _pick(s, ("n_shot", "n_way", "n_query", "backbone_seed", "d_out"))
-    return train_fewshot.fewshot_identity(*args, s["backbone"], s["M"], s["K"], s["l"], **others, views=budget_of(run).views)
+    return train_fewshot.fewshot_identity(
+        *args, s["backbone"], s["M"], s["K"], s["l"], **others, views=budget_of(run).views
+    )
 
 # %% ../nbs/19_sweep.ipynb #8d040a21
 def check_run(run):
     "Refuse what could not run."
     s, p = full(run), Protocol(**run.settings["protocol"])
     check_sizes(steps=budget_of(run).steps, **_pick(s, ("n_shot", "M")))
-    if run.task == "fewshot": check_choice("backbone", s["backbone"], ("conv4", "wrn-28-10"))
-    if "+" not in s["method"]: return run
+    if run.task == "fewshot":
+        check_choice("backbone", s["backbone"], ("conv4", "wrn-28-10"))
+    if "+" not in s["method"]:
+        return run
     check_sizes(K=s["K"])
-    check_choices(s["M"], s["K"], 0 if p.decision == "soft" else s["l"], p.gate, p.decision.removesuffix("-test"), p.select)
+    check_choices(
+        s["M"], s["K"], 0 if p.decision == "soft" else s["l"], p.gate, p.decision.removesuffix("-test"), p.select
+    )
     return run
 
+
 def runs_of(
-    stem,   # of a notebook
-    values, # all of its parameters
-) -> list: # of `Run`
+    stem,  # of a notebook
+    values,  # all of its parameters
+) -> list:  # of `Run`
     "What a notebook would run, each checked."
-    try: runs = EXPAND[stem](values)
-    except KeyError as e: raise AimError(f"this {stem} has no parameter {e}, as the project's notebook of that name has; give a notebook of your own another name.") from None
+    try:
+        runs = EXPAND[stem](values)
+    except KeyError as e:
+        raise AimError(
+            f"this {stem} has no parameter {e}, as the project's notebook of that name has; give a notebook of your own another name."
+        ) from None
     empty = [n for n in LISTS if n in values and not words(values[n])]
-    if not runs: raise AimError(f"there is nothing to run, since {' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty; give at least one value.")
+    if not runs:
+        raise AimError(
+            f"there is nothing to run, since {' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty; give at least one value."
+        )
     return [check_run(r) for r in runs]
 
+
 def expand(
-    plan, # path or name
-) -> list: # of `Run`
+    plan,  # path or name
+) -> list:  # of `Run`
     "The runs of a plan, each question once."
-    found = [Run(r.task, r.settings | dict(notebook=stem)) for part in read_plan(plan) for stem, values in parameter_sets(part) for r in runs_of(stem, values)]
+    found = [
+        Run(r.task, r.settings | dict(notebook=stem))
+        for part in read_plan(plan)
+        for stem, values in parameter_sets(part)
+        for r in runs_of(stem, values)
+    ]
     return list({content_key(question(r)): r for r in reversed(found)}.values())[::-1]
 
 # %% ../nbs/19_sweep.ipynb #b6e5daa9
 def name(run) -> str:
     "A run as a person would say it."
     s, usual = full(run), _defaults(run.task)
-    moved = {k: s[k] for k in ("M", "K", "l") if "+" in s["method"] and s[k] != usual[k]} | Protocol(**question(run)["protocol"]).changed()
+    moved = {k: s[k] for k in ("M", "K", "l") if "+" in s["method"] and s[k] != usual[k]} | Protocol(
+        **question(run)["protocol"]
+    ).changed()
     setting = f"{s['backbone']} {s['method']} {s['n_shot']}-shot" if run.task == "fewshot" else s["method"]
-    return " ".join([s["dataset"], setting, f"seed {s['seed']} {s['budget']}", *(f"{k}={s[k]}" for k in ("steps", *train_continual.METATEST) if s.get(k)), *(["last checkpoint"] if s.get("checkpoint") == "last" else []), *(f"{k}={v}" for k, v in moved.items())])
+    return " ".join(
+        [
+            s["dataset"],
+            setting,
+            f"seed {s['seed']} {s['budget']}",
+            *(f"{k}={s[k]}" for k in ("steps", *train_continual.METATEST) if s.get(k)),
+            *(["last checkpoint"] if s.get("checkpoint") == "last" else []),
+            *(f"{k}={v}" for k, v in moved.items()),
+        ]
+    )
 
 # %% ../nbs/19_sweep.ipynb #6bcba57a
 class Item(NamedTuple):
     "A run and how far it is."
-    run: Run; key: str; state: str # done | partly | to do | no data
-    step: int = 0; folder: Path | None = None # of its checkpoints
+
+    run: Run
+    key: str
+    state: str  # done | partly | to do | no data
+    step: int = 0
+    folder: Path | None = None  # of its checkpoints
+
 
 @functools.cache
-def _bank(dataset, root, classes): return open_bank(dataset, root).first(classes)
+def _bank(dataset, root, classes):
+    return open_bank(dataset, root).first(classes)
+
 
 def bank_of(run):
     "Its images; few-shot budgets may take the first classes only."
     s = full(run)
     return _bank(s["dataset"], s["data_root"], budget_of(run).classes if run.task == "fewshot" else 0)
+
 
 def steps_in(folder) -> int:
     "The step of the newest checkpoint."
@@ -198,7 +336,12 @@ def steps_in(folder) -> int:
 # %% ../nbs/19_sweep.ipynb #9f692b87
 def training_folder(run, data_sha="") -> Path:
     "Where its training keeps checkpoints; runs that differ only at test share it."
-    return {"fewshot": train_fewshot, "continual": train_continual}[run.task].training_checkpoints(question(run, data_sha)).dir
+    return (
+        {"fewshot": train_fewshot, "continual": train_continual}[run.task]
+        .training_checkpoints(question(run, data_sha))
+        .dir
+    )
+
 
 def look_up(run, done) -> Item:
     "How far a run is; `done` are the keys of records."
@@ -206,28 +349,62 @@ def look_up(run, done) -> Item:
     step = steps_in(folder)
     return Item(run, key, "done" if key in done else "partly" if step else "to do", step, folder)
 
+
 def survey(
     runs,
-    build=False, # make a bank that is missing, where its source is at hand
-) -> list: # of `Item`
+    build=False,  # make a bank that is missing, where its source is at hand
+) -> list:  # of `Item`
     "How far all of them are."
     done = {r["key"] for r in read_records(records_dir(), kept_dir())}
-    there = lambda s: (bank_dir(s["dataset"], s["data_root"])/"bank.json").exists()
+    there = lambda s: (bank_dir(s["dataset"], s["data_root"]) / "bank.json").exists()
     return [look_up(r, done) if build or there(full(r)) else Item(r, content_key(question(r)), "no data") for r in runs]
 
 # %% ../nbs/19_sweep.ipynb #fd492b69
-IMAGES = {"cifar-fs": (38_400, 21_600, 32), "cifar100": (30_000, 20_000, 32), "mini-imagenet": (38_400, 21_600, 80), "omniglot": (18_020, 14_440, 28), "glyphs": (12_000, 13_280, 28)} # train, val + test, pixels
-MACS = {"conv4": {28: 14.2e6, 32: 14.2e6, 80: 88.5e6}, "wrn-28-10": {28: 5.24e9, 32: 5.24e9, 80: 8.19e9}} # forward, an image
-COST = dict( # seconds on one core
-    trained={"conv4": 1/6.4e9, "wrn-28-10": 1/8e9}, # a forward multiply-add of an image that is trained on: there and back
-    seen={"conv4": 1/24e9, "wrn-28-10": 1/33e9},     # of one that is only looked at
-    step={"sib": {256: .003, 640: .004, 1600: .004}, "sib+linear": {256: .047, 640: .2, 1600: .5}, "sib+aim": {256: .02, 640: .075, 1600: .13}},
-    episode={"sib": {256: .0003, 640: .0005, 1600: .0008}, "sib+linear": {256: .01, 640: .02, 1600: .05}, "sib+aim": {256: .0013, 640: .003, 1600: .0043}}, # validated or tested
-    outer={"oml": 1., "oml+linear": 1.2, "oml+aim": 1.2, "anml": 1.2, "anml+aim": 1.4}, # a continual outer step, Omniglot, the paper's width
-    scale={"oml": {28: 1, 32: 1.3, 80: 3.6}, "anml": {28: 1, 32: 1.4, 80: 13.7}},        # images of other sizes, by their multiply-adds
-    head={"oml": .0025, "oml+linear": .028, "oml+aim": .0012, "anml": .0055, "anml+aim": .003}, fast={"oml": .01, "anml": .07}, # a meta-test step of one trajectory, there, too
+IMAGES = {
+    "cifar-fs": (38_400, 21_600, 32),
+    "cifar100": (30_000, 20_000, 32),
+    "mini-imagenet": (38_400, 21_600, 80),
+    "omniglot": (18_020, 14_440, 28),
+    "glyphs": (12_000, 13_280, 28),
+}  # train, val + test, pixels
+MACS = {
+    "conv4": {28: 14.2e6, 32: 14.2e6, 80: 88.5e6},
+    "wrn-28-10": {28: 5.24e9, 32: 5.24e9, 80: 8.19e9},
+}  # forward, an image
+COST = dict(  # seconds on one core
+    trained={
+        "conv4": 1 / 6.4e9,
+        "wrn-28-10": 1 / 8e9,
+    },  # a forward multiply-add of an image that is trained on: there and back
+    seen={"conv4": 1 / 24e9, "wrn-28-10": 1 / 33e9},  # of one that is only looked at
+    step={
+        "sib": {256: 0.003, 640: 0.004, 1600: 0.004},
+        "sib+linear": {256: 0.047, 640: 0.2, 1600: 0.5},
+        "sib+aim": {256: 0.02, 640: 0.075, 1600: 0.13},
+    },
+    episode={
+        "sib": {256: 0.0003, 640: 0.0005, 1600: 0.0008},
+        "sib+linear": {256: 0.01, 640: 0.02, 1600: 0.05},
+        "sib+aim": {256: 0.0013, 640: 0.003, 1600: 0.0043},
+    },  # validated or tested
+    outer={
+        "oml": 1.0,
+        "oml+linear": 1.2,
+        "oml+aim": 1.2,
+        "anml": 1.2,
+        "anml+aim": 1.4,
+    },  # a continual outer step, Omniglot, the paper's width
+    scale={
+        "oml": {28: 1, 32: 1.3, 80: 3.6},
+        "anml": {28: 1, 32: 1.4, 80: 13.7},
+    },  # images of other sizes, by their multiply-adds
+    head={"oml": 0.0025, "oml+linear": 0.028, "oml+aim": 0.0012, "anml": 0.0055, "anml+aim": 0.003},
+    fast={"oml": 0.01, "anml": 0.07},  # a meta-test step of one trajectory, there, too
 )
-LONGEST = dict(omniglot=(600, 15), glyphs=(600, 15), cifar100=(30, 30)) # classes of a meta-test's trajectory, images of each
+LONGEST = dict(
+    omniglot=(600, 15), glyphs=(600, 15), cifar100=(30, 30)
+)  # classes of a meta-test's trajectory, images of each
+
 
 def sizes_of(run) -> tuple:
     "Images to train on, images to look at, side in pixels, width of the features."
@@ -238,40 +415,55 @@ def sizes_of(run) -> tuple:
 def backbone_seconds(run) -> float:
     "Pretraining its backbone and computing the features."
     (train, rest, px, _), b, name = sizes_of(run), budget_of(run), full(run)["backbone"]
-    share = b.classes*20/train if b.classes else 1
-    epochs = b.pretrain_epochs + (10 if b.pretrain_schedule == "release" else 0) # with its warm-up
-    return share*MACS[name][px]*(epochs*train*COST["trained"][name] + (max(b.views, 1)*train + rest)*COST["seen"][name])
+    share = b.classes * 20 / train if b.classes else 1
+    epochs = b.pretrain_epochs + (10 if b.pretrain_schedule == "release" else 0)  # with its warm-up
+    return (
+        share
+        * MACS[name][px]
+        * (epochs * train * COST["trained"][name] + (max(b.views, 1) * train + rest) * COST["seen"][name])
+    )
+
 
 def training_seconds(run) -> float:
     "Meta-training with its validations, on given features."
     b, s, (_, _, px, d) = budget_of(run), full(run), sizes_of(run)
-    if run.task == "continual": return b.steps*COST["outer"][s["method"]]*continual_scale(run)
-    more = (s["K"]/8)**.42 if s["method"] == "sib+aim" else 1
-    return b.steps*(COST["step"][s["method"]][d]*more + b.val_episodes/b.val_every*COST["episode"][s["method"]][d])
+    if run.task == "continual":
+        return b.steps * COST["outer"][s["method"]] * continual_scale(run)
+    more = (s["K"] / 8) ** 0.42 if s["method"] == "sib+aim" else 1
+    return b.steps * (
+        COST["step"][s["method"]][d] * more + b.val_episodes / b.val_every * COST["episode"][s["method"]][d]
+    )
+
 
 def continual_scale(run) -> float:
     "The cost of a step beside that on Omniglot at the paper's width; narrow networks lose some efficiency."
     family, px = full(run)["method"].partition("+")[0], sizes_of(run)[2]
-    return COST["scale"][family][px]*((budget_of(run).width or 112)/112)**1.5
+    return COST["scale"][family][px] * ((budget_of(run).width or 112) / 112) ** 1.5
 
 # %% ../nbs/19_sweep.ipynb #d17ae8d9
 def testing_seconds(run) -> float:
     "Testing, or meta-testing with its search for rates."
     b, s = budget_of(run), full(run)
-    if run.task == "fewshot": return b.test_episodes*COST["episode"][s["method"]][sizes_of(run)[3]]
+    if run.task == "fewshot":
+        return b.test_episodes * COST["episode"][s["method"]][sizes_of(run)[3]]
     family, _, layer = s["method"].partition("+")
-    step = COST["fast"][family] if layer and s["protocol"].get("metatest_update") == "fast" else COST["head"][s["method"]]
-    return metatest_classes(run)*longest(run)[1]*step*continual_scale(run)
+    step = (
+        COST["fast"][family] if layer and s["protocol"].get("metatest_update") == "fast" else COST["head"][s["method"]]
+    )
+    return metatest_classes(run) * longest(run)[1] * step * continual_scale(run)
+
 
 def longest(run) -> tuple:
     "Classes of a trajectory, images of each."
     most, images = LONGEST.get(full(run)["dataset"], (20, 30))
     return min(most, budget_of(run).classes or most), images
 
+
 def metatest_classes(run) -> int:
     "Classes that the trajectories of a meta-test and of its search for rates meet, one after the other."
     b = budget_of(run)
-    return longest(run)[0]*(b.runs + b.rates*b.rate_runs)
+    return longest(run)[0] * (b.runs + b.rates * b.rate_runs)
+
 
 def seconds(run) -> float:
     "About how long a run takes on one core, its backbone not counted."
@@ -281,223 +473,334 @@ def seconds(run) -> float:
 def backbone_question(run) -> dict:
     "What decides the features under a few-shot run, but for the data itself."
     s, b = full(run), budget_of(run)
-    return _pick(s, ("dataset", "data_root", "backbone", "backbone_seed")) | _pick(b.asdict(), ("classes", "views", "pretrain_epochs", "pretrain_schedule", "val_episodes"))
+    return _pick(s, ("dataset", "data_root", "backbone", "backbone_seed")) | _pick(
+        b.asdict(), ("classes", "views", "pretrain_epochs", "pretrain_schedule", "val_episodes")
+    )
 
 # %% ../nbs/19_sweep.ipynb #772e404b
 def total_seconds(runs) -> float:
     "All of them on one core, backbones and shared trainings counted once."
     trainings, backbones = {}, {content_key(backbone_question(r)): r for r in runs if r.task == "fewshot"}
-    for r in runs: trainings[training_folder(r)] = max(training_seconds(r), trainings.get(training_folder(r), 0))
+    for r in runs:
+        trainings[training_folder(r)] = max(training_seconds(r), trainings.get(training_folder(r), 0))
     return sum(trainings.values()) + sum(map(testing_seconds, runs)) + sum(map(backbone_seconds, backbones.values()))
 
 # %% ../nbs/19_sweep.ipynb #f68dfb72
 def memory(runs) -> float:
     "Bytes of the largest of them: Python and torch, the features, the model with its optimiser."
+
     def one(run):
         (train, rest, px, d), b = sizes_of(run), budget_of(run)
-        if run.task == "fewshot": return 4*d*(train*max(b.views, 1) + rest) + 3*4*33*d*(400 if d == 256 else 800)
+        if run.task == "fewshot":
+            return 4 * d * (train * max(b.views, 1) + rest) + 3 * 4 * 33 * d * (400 if d == 256 else 800)
         family = full(run)["method"].partition("+")[0]
-        return 4*4*18e6*((b.width or 112)/112)**2*{"oml": 1, "anml": 5}[family]*COST["scale"][family][px]
-    return .5e9 + max(map(one, runs))
+        return 4 * 4 * 18e6 * ((b.width or 112) / 112) ** 2 * {"oml": 1, "anml": 5}[family] * COST["scale"][family][px]
+
+    return 0.5e9 + max(map(one, runs))
+
 
 def estimate(
-    stem,   # of a notebook
-    values, # all of its parameters
+    stem,  # of a notebook
+    values,  # all of its parameters
 ) -> tuple | None:
     "About how many seconds on one core and how many bytes a notebook takes; None where it trains nothing."
-    if stem not in EXPAND: return None
+    if stem not in EXPAND:
+        return None
     runs = runs_of(stem, values)
     return total_seconds(runs), memory(runs)
 
 # %% ../nbs/19_sweep.ipynb #6540e1b0
 class Job(NamedTuple):
     "What a worker is asked to do: a record, or features."
-    key: str; name: str; run: Run; features: bool
-    needs: tuple     # keys of jobs that have to be done first
-    seconds: float   # about so long, but for testing
-    rank: int        # its place in the plan
-    folder: Path | None = None # of its checkpoints
+
+    key: str
+    name: str
+    run: Run
+    features: bool
+    needs: tuple  # keys of jobs that have to be done first
+    seconds: float  # about so long, but for testing
+    rank: int  # its place in the plan
+    folder: Path | None = None  # of its checkpoints
 
     def left(self) -> float:
         "Seconds that are still to do, by its checkpoints and finished trajectories."
-        if self.features: return self.seconds
-        trained = steps_in(self.folder)/budget_of(self.run).steps
-        tested = classes_met(store_path(self.key))/metatest_classes(self.run) if self.run.task == "continual" else 0.
-        return min(self.seconds, training_seconds(self.run)*max(0., 1 - trained)) + testing_seconds(self.run)*max(.02, 1 - tested)
+        if self.features:
+            return self.seconds
+        trained = steps_in(self.folder) / budget_of(self.run).steps
+        tested = classes_met(store_path(self.key)) / metatest_classes(self.run) if self.run.task == "continual" else 0.0
+        return min(self.seconds, training_seconds(self.run) * max(0.0, 1 - trained)) + testing_seconds(self.run) * max(
+            0.02, 1 - tested
+        )
 
     def text(self) -> str:
         "All that a worker needs."
         return json.dumps(dict(key=self.key, task=self.run.task, settings=self.run.settings, features=self.features))
+
 
 def backbone_of(run) -> dict:
     "The identity of the backbone under a few-shot run."
     s = full(run)
     return pretrain_identity(bank_of(run), s["backbone"], budget_of(run), s["backbone_seed"])
 
+
 def features_job(item, rank) -> Job:
     "The job that makes the features under a few-shot run."
     s, trained = full(item.run), find_backbone(backbone_of(item.run))[0]
-    cost = 0. if trained else backbone_seconds(item.run)
-    return Job("features-" + content_key(backbone_question(item.run)), f"features of {s['dataset']} {s['backbone']} {s['budget']}", item.run, True, (), cost, rank)
+    cost = 0.0 if trained else backbone_seconds(item.run)
+    return Job(
+        "features-" + content_key(backbone_question(item.run)),
+        f"features of {s['dataset']} {s['backbone']} {s['budget']}",
+        item.run,
+        True,
+        (),
+        cost,
+        rank,
+    )
 
 # %% ../nbs/19_sweep.ipynb #6864f58e
 def one_by_one(
-    jobs, # that make features
+    jobs,  # that make features
 ) -> list:
     "The same jobs, each after the one before it on the same backbone."
     made, last = [], {}
     for job in jobs:
         key = content_key(backbone_of(job.run))
-        made.append(job._replace(needs=(last[key],), seconds=0.) if key in last else job)
+        made.append(job._replace(needs=(last[key],), seconds=0.0) if key in last else job)
         last[key] = job.key
     return made
 
 # %% ../nbs/19_sweep.ipynb #549f1de4
 def jobs_of(
-    items, # of `survey`
-) -> list: # of `Job`, each after those it needs
+    items,  # of `survey`
+) -> list:  # of `Job`, each after those it needs
     "The jobs that make what is missing."
     features, chains = {}, {}
     for rank, item in enumerate(items):
-        if item.state == "done": continue
+        if item.state == "done":
+            continue
         chains.setdefault(item.folder, []).append((rank, item))
         if item.run.task == "fewshot":
             job = features_job(item, rank)
             features.setdefault(job.key, job)
     made = one_by_one(features.values())
     for chain in chains.values():
-        before, trained = (), 0.
+        before, trained = (), 0.0
         for rank, item in sorted(chain, key=lambda x: (budget_of(x[1].run).steps, x[0])):
             below = ("features-" + content_key(backbone_question(item.run)),) if item.run.task == "fewshot" else ()
-            made.append(Job(item.key, name(item.run), item.run, False, below + before, max(0., training_seconds(item.run) - trained), rank, item.folder))
+            made.append(
+                Job(
+                    item.key,
+                    name(item.run),
+                    item.run,
+                    False,
+                    below + before,
+                    max(0.0, training_seconds(item.run) - trained),
+                    rank,
+                    item.folder,
+                )
+            )
             before, trained = (item.key,), training_seconds(item.run)
     return made
 
 # %% ../nbs/19_sweep.ipynb #029ee096
-def sweep_file(key, kind) -> Path: return runs_dir()/"sweep"/f"{key}.{kind}"
+def sweep_file(key, kind) -> Path:
+    return runs_dir() / "sweep" / f"{key}.{kind}"
+
 
 @contextlib.contextmanager
 def alone(key):
     "Be the only one, on all machines that share the disk, who works on `key`; wait for it if need be."
-    path = sweep_file(key, "lock"); path.parent.mkdir(parents=True, exist_ok=True)
+    path = sweep_file(key, "lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
+
 @contextlib.contextmanager
 def logged(key):
     "What is printed meanwhile goes to the run's log, and so does an error with all of its traceback."
-    with open(sweep_file(key, "log"), "a", buffering=1) as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
+    with (
+        open(sweep_file(key, "log"), "a", buffering=1) as f,
+        contextlib.redirect_stdout(f),
+        contextlib.redirect_stderr(f),
+    ):
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()} on {socket.gethostname()}")
-        try: yield
-        except BaseException: traceback.print_exc(); raise
+        try:
+            yield
+        except BaseException:
+            traceback.print_exc()
+            raise
 
 # %% ../nbs/19_sweep.ipynb #3fb2266e
 def make_features(run):
     "Train the backbone or find it, and compute the features."
     s, b, bank = full(run), budget_of(run), bank_of(run)
     with alone("backbone-" + content_key(backbone_of(run))):
-        net, _ = pretrained_backbone(bank, s["backbone"], b, seed=s["backbone_seed"], device=(device := str(pick_device(s["device"]))))
+        net, _ = pretrained_backbone(
+            bank, s["backbone"], b, seed=s["backbone_seed"], device=(device := str(pick_device(s["device"])))
+        )
         feature_bank(net, bank, views=b.views, device=device)
+
 
 def make_record(run):
     "Make the record or find it."
     FUNCTIONS[run.task](**run.settings | dict(protocol=Protocol(**run.settings["protocol"])))
 
+
 def work(
-    text,   # of a `Job`
-    places, # environment: where runs and data are
+    text,  # of a `Job`
+    places,  # environment: where runs and data are
     threads=1,
 ) -> float:
     "Do a job; seconds."
-    os.environ.update(places); use_threads(threads)
+    os.environ.update(places)
+    use_threads(threads)
     job, start = json.loads(text), time.monotonic()
-    with alone(job["key"]), logged(job["key"]): (make_features if job["features"] else make_record)(Run(job["task"], job["settings"]))
+    with alone(job["key"]), logged(job["key"]):
+        (make_features if job["features"] else make_record)(Run(job["task"], job["settings"]))
     return time.monotonic() - start
 
 # %% ../nbs/19_sweep.ipynb #2b1007c4
 def need_distributed():
     "dask.distributed, or what to install."
-    try: import distributed
-    except ImportError: raise AimError("a sweep needs dask.distributed: pip install 'aim_nb[sweep]'.") from None
+    try:
+        import distributed
+    except ImportError:
+        raise AimError("a sweep needs dask.distributed: pip install 'aim_nb[sweep]'.") from None
     return distributed
 
-def cores() -> int: return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
 
 @contextlib.contextmanager
 def local_cluster(workers):
     "A client of processes on this machine."
     d = need_distributed()
     from dask import config
-    env = worker_env(1)      # dask sets it once a worker runs, which is too late for the C library
-    with config.set({"distributed.worker.profile.enabled": False, "distributed.nanny.pre-spawn-environ.GLIBC_TUNABLES": env["GLIBC_TUNABLES"]}), \
-         d.LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address="127.0.0.1:0", memory_limit=0, env=env, silence_logs="ERROR") as cluster, d.Client(cluster) as client: yield client
+
+    env = worker_env(1)  # dask sets it once a worker runs, which is too late for the C library
+    with (
+        config.set(
+            {
+                "distributed.worker.profile.enabled": False,
+                "distributed.nanny.pre-spawn-environ.GLIBC_TUNABLES": env["GLIBC_TUNABLES"],
+            }
+        ),
+        d.LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            dashboard_address="127.0.0.1:0",
+            memory_limit=0,
+            env=env,
+            silence_logs="ERROR",
+        ) as cluster,
+        d.Client(cluster) as client,
+    ):
+        yield client
 
 # %% ../nbs/19_sweep.ipynb #313305ec
 @contextlib.contextmanager
 def user_cluster(address, timeout=15):
     "A client of the user's scheduler, once it has workers of one thread each."
     d = need_distributed()
-    try: client = d.Client(address, timeout=timeout)
-    except (OSError, TimeoutError, ValueError): raise AimError(f"no scheduler answers at {address}; start one with: dask scheduler.") from None
+    try:
+        client = d.Client(address, timeout=timeout)
+    except (OSError, TimeoutError, ValueError):
+        raise AimError(f"no scheduler answers at {address}; start one with: dask scheduler.") from None
     with client:
-        try: client.wait_for_workers(1, timeout=timeout)
-        except TimeoutError: raise AimError(f"the scheduler at {address} has no workers; start some with: dask worker {address} --nthreads 1.") from None
-        if any(n > 1 for n in client.nthreads().values()): raise AimError("a worker has several threads, but runs in one process disturb each other; start workers with --nthreads 1.")
+        try:
+            client.wait_for_workers(1, timeout=timeout)
+        except TimeoutError:
+            raise AimError(
+                f"the scheduler at {address} has no workers; start some with: dask worker {address} --nthreads 1."
+            ) from None
+        if any(n > 1 for n in client.nthreads().values()):
+            raise AimError(
+                "a worker has several threads, but runs in one process disturb each other; start workers with --nthreads 1."
+            )
         yield client
 
 # %% ../nbs/19_sweep.ipynb #c10c365d
 class Watch:
     "What has come of the jobs so far."
+
     def __init__(self, jobs, workers):
         self.jobs, self.workers, self.failed, self.done = {j.key: j for j in jobs}, workers, {}, set()
         self.began, self.first = time.monotonic(), {j.key: self.work_left(j) for j in jobs}
 
     def work_left(self, job) -> float:
         "Seconds of a job that are still to do."
-        return 0. if job.key in self.done or job.key in self.failed else job.left()
+        return 0.0 if job.key in self.done or job.key in self.failed else job.left()
 
     def left(self) -> float:
         "Seconds until the end."
         todo = sum(map(self.work_left, self.jobs.values()))
         did, took = sum(self.first.values()) - todo, time.monotonic() - self.began
-        return todo*took/did if did > 1 else todo/self.workers
+        return todo * took / did if did > 1 else todo / self.workers
 
     def ready(self, begun, n) -> list:
         "The next `n` jobs to begin, in the plan's order, of those that wait for nothing."
-        free = [j for j in self.jobs.values() if j.key not in begun and j.key not in self.failed and self.done.issuperset(j.needs)]
-        return sorted(free, key=lambda j: j.rank)[:max(0, n)]
+        free = [
+            j
+            for j in self.jobs.values()
+            if j.key not in begun and j.key not in self.failed and self.done.issuperset(j.needs)
+        ]
+        return sorted(free, key=lambda j: j.rank)[: max(0, n)]
 
     def give_up(self) -> list:
         "Take in the jobs that wait for one that failed, as lines."
         lines = []
         for j in self.jobs.values():  # each stands after those it needs
             blame = next((k for k in j.needs if k in self.failed), "")
-            if blame and j.key not in self.failed: self.failed[j.key] = f"waits for {self.jobs[blame].name}, which failed"; lines.append(f"failed  {j.name}: {self.failed[j.key]}")
+            if blame and j.key not in self.failed:
+                self.failed[j.key] = f"waits for {self.jobs[blame].name}, which failed"
+                lines.append(f"failed  {j.name}: {self.failed[j.key]}")
         return lines
 
     def line(self) -> str:
         "How it stands."
         runs = [j for j in self.jobs.values() if not j.features]
         made, failed = (sum(j.key in x for j in runs) for x in (self.done, self.failed))
-        return f"{made} of {len(runs)} runs made" + (f", {failed} failed" if failed else "") + (f", about {spell(self.left())} left" if made + failed < len(runs) else f" in {spell(time.monotonic() - self.began)}")
+        return (
+            f"{made} of {len(runs)} runs made"
+            + (f", {failed} failed" if failed else "")
+            + (
+                f", about {spell(self.left())} left"
+                if made + failed < len(runs)
+                else f" in {spell(time.monotonic() - self.began)}"
+            )
+        )
 
 # %% ../nbs/19_sweep.ipynb #7c67aab3
 def why(error) -> str:
     "An error in a few words."
-    if type(error).__name__ == "KilledWorker": return "every worker that tried it died"
+    if type(error).__name__ == "KilledWorker":
+        return "every worker that tried it died"
     text = " ".join(str(error).split())
     return text if isinstance(error, AimError) else f"{type(error).__name__}: {text[:200]}"
 
 # %% ../nbs/19_sweep.ipynb #39d784be
 def settle(
-    watch, job,
-    future, # of the job
+    watch,
+    job,
+    future,  # of the job
 ) -> str:
     "Take in what came of a job, as a line."
-    error = None if future.status == "finished" else future.exception() if future.status == "error" else RuntimeError(f"the scheduler let go of it ({future.status})")
-    if error is None and not job.features and survey([job.run])[0].state != "done": error = AimError(f"its record is not under {records_dir()}; workers have to share that disk.")
-    if error is None: watch.done.add(job.key); return f"made    {job.name} ({spell(future.result())})"
+    error = (
+        None
+        if future.status == "finished"
+        else future.exception()
+        if future.status == "error"
+        else RuntimeError(f"the scheduler let go of it ({future.status})")
+    )
+    if error is None and not job.features and survey([job.run])[0].state != "done":
+        error = AimError(f"its record is not under {records_dir()}; workers have to share that disk.")
+    if error is None:
+        watch.done.add(job.key)
+        return f"made    {job.name} ({spell(future.result())})"
     watch.failed[job.key] = f"{why(error)} (log: {shorten(sweep_file(job.key, 'log'))})"
     return f"failed  {job.name}: {watch.failed[job.key]}"
 
@@ -507,53 +810,72 @@ def hand_in(client, job, retries):
     places = dict(AIM_RUNS=str(runs_dir()), AIM_DATA=str(data_root()), AIM_LIVE="0", AIM_FRESH="0")
     return client.submit(work, job.text(), places, key=f"aim-{job.key}", retries=retries)
 
+
 def oversee(client, jobs, retries, tell, every) -> Watch:
     "Hand the jobs in as workers are free and tell what comes of them, until all are settled."
     watch, ended, futures = Watch(jobs, max(1, len(client.nthreads()))), queue.SimpleQueue(), {}
     listen = lambda key: futures[key].add_done_callback(lambda _: ended.put(key))
     busy = lambda: sum(k not in watch.done and k not in watch.failed for k in futures)
     while len(watch.done) + len(watch.failed) < len(jobs):
-        for j in watch.ready(futures, max(1, len(client.nthreads())) - busy()): futures[j.key] = hand_in(client, j, retries); listen(j.key)
-        try: key = ended.get(timeout=every)
-        except queue.Empty: tell(watch.line()); continue
-        if futures[key].status == "pending": listen(key); continue # it ended on a worker that has died since: dask asks another one, which finds the record
+        for j in watch.ready(futures, max(1, len(client.nthreads())) - busy()):
+            futures[j.key] = hand_in(client, j, retries)
+            listen(j.key)
+        try:
+            key = ended.get(timeout=every)
+        except queue.Empty:
+            tell(watch.line())
+            continue
+        if futures[key].status == "pending":
+            listen(key)
+            continue  # it ended on a worker that has died since: dask asks another one, which finds the record
         tell(settle(watch, watch.jobs[key], futures[key]))
-        for line in watch.give_up(): tell(line)
-        if not watch.jobs[key].features: tell(watch.line())
+        for line in watch.give_up():
+            tell(line)
+        if not watch.jobs[key].features:
+            tell(watch.line())
     return watch
 
 # %% ../nbs/19_sweep.ipynb #23109d39
 def overview(
-    items,     # of `survey`
+    items,  # of `survey`
     workers=1,
-) -> list: # of lines
+) -> list:  # of lines
     "What a sweep would do."
     count = {s: sum(i.state == s for i in items) for s in ("done", "partly", "to do", "no data")}
-    lines = [f" {i.state:8s}{name(i.run)}" + (f" ({i.step:,} of {budget_of(i.run).steps:,} steps)" if i.state == "partly" else "") for i in items]
+    lines = [
+        f" {i.state:8s}{name(i.run)}"
+        + (f" ({i.step:,} of {budget_of(i.run).steps:,} steps)" if i.state == "partly" else "")
+        for i in items
+    ]
     lines.append(f"{len(items)} runs: " + ", ".join(f"{n} {s}" for s, n in count.items() if n))
     known = [i for i in items if i.state != "no data"]
     missing = {i.run.settings["dataset"] for i in items if i.state == "no data"}
     rest = total_seconds([i.run for i in items if i.state == "no data"])
     work = sum(j.left() for j in jobs_of(known)) + rest
-    if work: lines.append(f"about {spell(work)} on one core, {spell(work/workers)} on {workers}, within a factor of two")
+    if work:
+        lines.append(f"about {spell(work)} on one core, {spell(work / workers)} on {workers}, within a factor of two")
     return lines + [f"{d} is not here: aim-nb data prepare {d}" for d in sorted(missing)]
 
 # %% ../nbs/19_sweep.ipynb #3940e7b5
 def sweep(
-    plan,         # a path, or a name in plans/
-    scheduler="", # address of the user's own (default: processes on this machine)
-    workers=0,    # processes on this machine (0: one a core)
-    retries=1,    # how often a run that failed is tried again
-    tell=print,   # takes lines
-    every=60.,    # seconds between words about how it stands
-) -> dict: # key -> why, of the runs that failed
+    plan,  # a path, or a name in plans/
+    scheduler="",  # address of the user's own (default: processes on this machine)
+    workers=0,  # processes on this machine (0: one a core)
+    retries=1,  # how often a run that failed is tried again
+    tell=print,  # takes lines
+    every=60.0,  # seconds between words about how it stands
+) -> dict:  # key -> why, of the runs that failed
     "Make every run of a plan that is not recorded yet."
     runs = expand(plan)
     need_distributed()
     jobs = jobs_of(items := survey(runs, build=True))
-    if not jobs: tell(f"all {len(items)} runs are recorded already"); return {}
+    if not jobs:
+        tell(f"all {len(items)} runs are recorded already")
+        return {}
     n = min(workers or cores(), sum(i.state != "done" for i in items))
     tell("\n".join(overview(items, n)[-2:]))
-    with user_cluster(scheduler) if scheduler else local_cluster(n) as client: watch = oversee(client, jobs, retries, tell, every)
-    for key in watch.failed: tell(f"failed: {watch.jobs[key].name}: {watch.failed[key]}")
+    with user_cluster(scheduler) if scheduler else local_cluster(n) as client:
+        watch = oversee(client, jobs, retries, tell, every)
+    for key in watch.failed:
+        tell(f"failed: {watch.jobs[key].name}: {watch.failed[key]}")
     return watch.failed

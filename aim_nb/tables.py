@@ -20,6 +20,7 @@ __all__ = ['METHODS', 'TRAINEE', 'EPISODE', 'NAMES', 'ABLATIONS', 'method_label'
 # %% ../nbs/17_tables.ipynb #c0418ddb
 METHODS = (*FEWSHOT_METHODS, *CONTINUAL_METHODS)
 
+
 def method_label(method) -> str:
     "How a method is written: `sib+aim` -> `SIB+AIM`."
     return "+".join({"linear": "Linear"}.get(part, part.upper()) for part in method.split("+"))
@@ -30,23 +31,42 @@ def moved_switches(rec) -> dict:
     protocol = Protocol(**rec["protocol"])
     return protocol.changed() if "sib" in rec["method"] else moved(protocol)
 
-TRAINEE = ("inner", "random", "n_out", "lr_in", "lr_out", "checkpoint")      # in a continual record only where they are not the usual ones
-EPISODE = dict(n_way=5, n_query=15, d_out=0)                                 # the usual ones of a few-shot record
+
+TRAINEE = (
+    "inner",
+    "random",
+    "n_out",
+    "lr_in",
+    "lr_out",
+    "checkpoint",
+)  # in a continual record only where they are not the usual ones
+EPISODE = dict(n_way=5, n_query=15, d_out=0)  # the usual ones of a few-shot record
+
 
 def variant(
-    rec,      # a record
-    known=(), # what the table's own columns already say
+    rec,  # a record
+    known=(),  # what the table's own columns already say
 ) -> str:
     "What was asked for besides the paper's setting: changed switches, M, K, l, sizes of episodes, and sizes and rates of meta-training."
     usual = {k: hyper(rec["task"])[k].value for k in ("M", "K", "l")}
-    other = {k: v for k, v in rec["parameters"].items() if k in usual and v != usual[k]} if "aim" in rec["method"] else {}
-    other |= moved_switches(rec) | {k: v for k, v in rec["parameters"].items() if k in TRAINEE or EPISODE.get(k, v) != v}
+    other = (
+        {k: v for k, v in rec["parameters"].items() if k in usual and v != usual[k]} if "aim" in rec["method"] else {}
+    )
+    other |= moved_switches(rec) | {
+        k: v for k, v in rec["parameters"].items() if k in TRAINEE or EPISODE.get(k, v) != v
+    }
     return ", ".join(f"{k}={v}" for k, v in other.items() if k not in known)
+
 
 def meta_test(rec) -> str:
     "What a continual record's meta-test cost: runs, and in brackets the rates tried x trajectories each; empty for few-shot."
     b = rec["budget"]
-    return f"{b['runs']} ({len(rec['metrics'].get('rates_tried', range(b['rates'])))}x{b['rate_runs']})" if rec["task"] == "continual" else ""
+    return (
+        f"{b['runs']} ({len(rec['metrics'].get('rates_tried', range(b['rates'])))}x{b['rate_runs']})"
+        if rec["task"] == "continual"
+        else ""
+    )
+
 
 def _question(rec):
     "What the seeds of one cell have in common."
@@ -57,36 +77,72 @@ def _question(rec):
 def _cells(records, table, coordinates):
     "Records as the cells that `paper.compare` takes."
     groups = {}
-    for rec in records: groups.setdefault(_question(rec), []).append(rec)
+    for rec in records:
+        groups.setdefault(_question(rec), []).append(rec)
     cells = []
     for recs in groups.values():
         where = {c: field(recs[0], c) for c in coordinates}
-        labels = dict(budget=recs[0]["budget"]["name"], steps=recs[0]["budget"]["steps"], variant=variant(recs[0], coordinates), runs=meta_test(recs[0]))
-        cells.append(dict(where=where, labels=labels, comparable=comparability(table, where, recs[0]["budget"]), note=budget_note(recs[0]["budget"]["name"]),
-                          accuracies=[r["metrics"]["accuracy"] for r in recs], cis=[r["metrics"]["ci95"] for r in recs]))
+        labels = dict(
+            budget=recs[0]["budget"]["name"],
+            steps=recs[0]["budget"]["steps"],
+            variant=variant(recs[0], coordinates),
+            runs=meta_test(recs[0]),
+        )
+        cells.append(
+            dict(
+                where=where,
+                labels=labels,
+                comparable=comparability(table, where, recs[0]["budget"]),
+                note=budget_note(recs[0]["budget"]["name"]),
+                accuracies=[r["metrics"]["accuracy"] for r in recs],
+                cis=[r["metrics"]["ci95"] for r in recs],
+            )
+        )
     return cells
+
 
 def _frame(rows, table, coordinates, fixed):
     "Rows of `compare` as a frame in the paper's order, with the paper's cells that were not run."
     ran = {tuple(r[c] for c in coordinates) for r in rows}
     for p in paper_table(table, **fixed):
         if not p.get("literature") and (at := tuple(p[c] for c in coordinates)) not in ran:
-            rows = [*rows, dict(zip(coordinates, at)) | dict(paper=p["accuracy"], paper_ci=p.get("ci"), verdict="not run")]
-    columns = [*coordinates, "budget", "steps", "variant", "runs", "seeds", "ours", "ci", "sd_seed", "paper", "paper_ci", "difference", "verdict"]
+            rows = [
+                *rows,
+                dict(zip(coordinates, at)) | dict(paper=p["accuracy"], paper_ci=p.get("ci"), verdict="not run"),
+            ]
+    columns = [
+        *coordinates,
+        "budget",
+        "steps",
+        "variant",
+        "runs",
+        "seeds",
+        "ours",
+        "ci",
+        "sd_seed",
+        "paper",
+        "paper_ci",
+        "difference",
+        "verdict",
+    ]
     frame = pd.DataFrame(rows, columns=columns)
     order = lambda s: s.map(METHODS.index) if s.name == "method" else s
-    return frame.sort_values([c for c in coordinates if c not in fixed], key=order, kind="stable", ignore_index=True).drop(columns=list(fixed))
+    return frame.sort_values(
+        [c for c in coordinates if c not in fixed], key=order, kind="stable", ignore_index=True
+    ).drop(columns=list(fixed))
 
 # %% ../nbs/17_tables.ipynb #5b380b45
 _FEWSHOT = ["dataset", "backbone", "n_shot", "method"]
+
 
 def _fewshot_rows(records, fixed):
     "The compared cells of one dataset and backbone."
     mine = [r for r in records if r["task"] == "fewshot" and all(field(r, k) == v for k, v in fixed.items())]
     return judge(compare("few-shot", _cells(mine, "few-shot", _FEWSHOT)))
 
+
 def fewshot_table(
-    records,          # of few-shot runs
+    records,  # of few-shot runs
     dataset,
     backbone="conv4",
 ) -> pd.DataFrame:
@@ -95,23 +151,45 @@ def fewshot_table(
     return _frame(_fewshot_rows(records, fixed), "few-shot", _FEWSHOT, fixed)
 
 # %% ../nbs/17_tables.ipynb #0145f65f
-NAMES = {"method": "Method", "n_shot": "Shots", "n_classes": "Classes", "decision": "Decision", "K": "K", "l": "l", "budget": "Budget", "steps": "Steps", "variant": "Variant", "runs": "Runs", "seeds": "Seeds"}
+NAMES = {
+    "method": "Method",
+    "n_shot": "Shots",
+    "n_classes": "Classes",
+    "decision": "Decision",
+    "K": "K",
+    "l": "l",
+    "budget": "Budget",
+    "steps": "Steps",
+    "variant": "Variant",
+    "runs": "Runs",
+    "seeds": "Seeds",
+}
+
 
 def _pm(value, ci):
     "A value with its interval; an empty cell for none."
-    if value is None or pd.isna(value): return "–"
+    if value is None or pd.isna(value):
+        return "–"
     return f"{value:.2f}" if ci is None or pd.isna(ci) else f"{value:.2f} ± {ci:.2f}"
+
 
 def _word(column, value):
     "A coordinate or label as text."
-    if value is None or value != value: return "–"
+    if value is None or value != value:
+        return "–"
     return method_label(value) if column == "method" else f"{value:g}" if isinstance(value, float) else str(value)
+
 
 def present(frame) -> pd.DataFrame:
     "A comparison table as text, for people."
-    out, shown = pd.DataFrame(index=frame.index), [c for c in NAMES if c in frame and (c not in ("variant", "runs") or frame[c].fillna("").any())]
-    for c in shown: out[NAMES[c]] = [_word(c, v) for v in frame[c]]
-    if "Seeds" in out: out["Seeds"] = [n if pd.isna(sd) else f"{n}, sd {sd:.2f}" for n, sd in zip(out["Seeds"], frame.sd_seed)]
+    out, shown = (
+        pd.DataFrame(index=frame.index),
+        [c for c in NAMES if c in frame and (c not in ("variant", "runs") or frame[c].fillna("").any())],
+    )
+    for c in shown:
+        out[NAMES[c]] = [_word(c, v) for v in frame[c]]
+    if "Seeds" in out:
+        out["Seeds"] = [n if pd.isna(sd) else f"{n}, sd {sd:.2f}" for n, sd in zip(out["Seeds"], frame.sd_seed)]
     out["Ours"] = [_pm(a, c) for a, c in zip(frame.ours, frame.ci)]
     out["Paper"] = [_pm(a, c) for a, c in zip(frame.paper, frame.paper_ci)]
     out["Difference"] = ["–" if pd.isna(d) else f"{d:+.2f}" for d in frame.difference]
@@ -122,11 +200,15 @@ def table_markdown(frame) -> str:
     "The table as Markdown."
     text = present(frame)
     line = lambda cells: "| " + " | ".join(cells) + " |"
-    return "\n".join([line(text.columns), line(["---"]*len(text.columns)), *(line(row) for row in text.itertuples(index=False))])
+    return "\n".join(
+        [line(text.columns), line(["---"] * len(text.columns)), *(line(row) for row in text.itertuples(index=False))]
+    )
+
 
 def table_text(frame) -> str:
     "The table for a terminal."
     return present(frame).to_string(index=False)
+
 
 def table_csv(frame) -> str:
     "The raw columns as CSV."
@@ -135,88 +217,125 @@ def table_csv(frame) -> str:
 # %% ../nbs/17_tables.ipynb #dc399b40
 _BADGES = {"reproduced": "#d5efdf", "differs": "#f6d5cf", "other": "#e8e6df", "not": "#e8e6df"}
 
+
 def show_table(
     frame,
     caption="",
 ):
     "The table as styled HTML."
     badge = lambda word: f"background-color:{_BADGES[word.split()[0]]};color:#222222;border-radius:4px"
-    heads = [dict(selector="caption", props="caption-side:top;text-align:left;font-weight:600"), dict(selector="td,th", props="text-align:right;padding:2px 10px")]
+    heads = [
+        dict(selector="caption", props="caption-side:top;text-align:left;font-weight:600"),
+        dict(selector="td,th", props="text-align:right;padding:2px 10px"),
+    ]
     text = present(frame)
-    same = content_key(table_csv(frame) + caption)                 # the same table, the same HTML
-    return text.style.map(badge, subset=["Verdict"]).hide(axis="index").set_caption(caption).set_table_styles(heads).set_uuid(same)
+    same = content_key(table_csv(frame) + caption)  # the same table, the same HTML
+    return (
+        text.style.map(badge, subset=["Verdict"])
+        .hide(axis="index")
+        .set_caption(caption)
+        .set_table_styles(heads)
+        .set_uuid(same)
+    )
 
 # %% ../nbs/17_tables.ipynb #b2854833
-ABLATIONS = {"sto_count": (["K", "l"], lambda r: field(r, "K") == 8 and field(r, "decision") == "hard"),
-             "active_mech": (["K", "l"], lambda r: field(r, "l") == 0 and field(r, "decision") == "hard"),
-             "soft_hard": (["decision"], lambda r: field(r, "K") == 8 and field(r, "l") == 0)}
+ABLATIONS = {
+    "sto_count": (["K", "l"], lambda r: field(r, "K") == 8 and field(r, "decision") == "hard"),
+    "active_mech": (["K", "l"], lambda r: field(r, "l") == 0 and field(r, "decision") == "hard"),
+    "soft_hard": (["decision"], lambda r: field(r, "K") == 8 and field(r, "l") == 0),
+}
+
 
 def ablation_table(
-    records,          # of few-shot runs
-    table,            # "sto_count", "active_mech" or "soft_hard"
+    records,  # of few-shot runs
+    table,  # "sto_count", "active_mech" or "soft_hard"
     dataset,
     backbone="conv4",
 ) -> pd.DataFrame:
     "One block of an ablation table: ours, the paper's, difference and verdict."
     own, belongs = ABLATIONS[check_choice("table", table, ABLATIONS)]
     fixed, coordinates = dict(dataset=dataset, backbone=backbone), ["dataset", "backbone", "n_shot", *own]
-    mine = [r for r in records if r["method"] == "sib+aim" and all(field(r, k) == v for k, v in fixed.items()) and belongs(r)]
+    mine = [
+        r
+        for r in records
+        if r["method"] == "sib+aim" and all(field(r, k) == v for k, v in fixed.items()) and belongs(r)
+    ]
     rows = judge(compare(table, _cells(mine, table, coordinates)), plain=_fewshot_rows(records, fixed))
     return _frame(rows, table, coordinates, fixed)
 
 # %% ../nbs/17_tables.ipynb #10c4b371
 def continual_curve(
-    rec, # a continual record: metrics n_classes (N), test and train (runs x N), percent
+    rec,  # a continual record: metrics n_classes (N), test and train (runs x N), percent
 ) -> dict:
     "The curves of a continual record as arrays: n, test, train."
     m = rec["metrics"]
     return dict(n=np.array(m["n_classes"]), test=np.atleast_2d(m["test"]), train=np.atleast_2d(m["train"]))
+
 
 def _at_each_n(rec):
     "A continual record as one small record for each number of classes."
     c = continual_curve(rec)
     runs = len(c["test"])
     spread = c["test"].std(0, ddof=1) if runs > 1 else np.zeros(len(c["n"]))
-    return [rec | dict(parameters=rec["parameters"] | {"n_classes": int(n)}, metrics=rec["metrics"] | dict(accuracy=float(a), ci95=1.96*float(s)/math.sqrt(runs)))
-            for n, a, s in zip(c["n"], c["test"].mean(0), spread)]
+    return [
+        rec
+        | dict(
+            parameters=rec["parameters"] | {"n_classes": int(n)},
+            metrics=rec["metrics"] | dict(accuracy=float(a), ci95=1.96 * float(s) / math.sqrt(runs)),
+        )
+        for n, a, s in zip(c["n"], c["test"].mean(0), spread)
+    ]
+
 
 def continual_table(
-    records, # of continual runs
+    records,  # of continual runs
     dataset,
 ) -> pd.DataFrame:
     "tab:continualz's block for one dataset: ours, the paper's, difference and verdict."
     mine = [p for r in records if r["task"] == "continual" and r["dataset"] == dataset for p in _at_each_n(r)]
     coordinates = ["dataset", "method", "n_classes"]
-    return _frame(judge(compare("continualz", _cells(mine, "continualz", coordinates))), "continualz", coordinates, dict(dataset=dataset))
+    return _frame(
+        judge(compare("continualz", _cells(mine, "continualz", coordinates))),
+        "continualz",
+        coordinates,
+        dict(dataset=dataset),
+    )
 
 # %% ../nbs/17_tables.ipynb #d01ef52c
 def training_of(rec) -> tuple:
     "Steps, budget and width."
     return tuple(rec["budget"][k] for k in ("steps", "name", "width"))
 
+
 def common_training(
-    records, # of one table
+    records,  # of one table
 ) -> tuple:
     "The training at which to compare methods: that of two or more, of the full network before a narrow one, of the most methods, the longest, the paper's own before one as long."
     methods = {}
-    for r in records: methods.setdefault(training_of(r), set()).add(r["method"])
+    for r in records:
+        methods.setdefault(training_of(r), set()).add(r["method"])
     return max(methods, key=lambda t: (min(2, len(methods[t])), not t[-1], len(methods[t]), t[0], t[1] == "paper", t))
+
 
 def main_runs(records) -> list:
     "Of each table (dataset, backbone, shots) the records as long as its methods' common training, and those of each method and variant at its own longest."
     tables = {}
-    for r in records: tables.setdefault((r["task"], r["dataset"], r["parameters"].get("backbone"), r["parameters"].get("n_shot")), []).append(r)
+    for r in records:
+        tables.setdefault(
+            (r["task"], r["dataset"], r["parameters"].get("backbone"), r["parameters"].get("n_shot")), []
+        ).append(r)
     asked, out = lambda r: (r["method"], variant(r)), []
     for of in tables.values():
         common, most = common_training([r for r in of if not variant(r)] or of), {}
         full = [r for r in of if r["budget"]["width"] == common[-1]]
-        for r in full: most[asked(r)] = max(r["budget"]["steps"], most.get(asked(r), 0))
+        for r in full:
+            most[asked(r)] = max(r["budget"]["steps"], most.get(asked(r), 0))
         out += [r for r in full if r["budget"]["steps"] in (common[0], most[asked(r)])]
     return out
 
 # %% ../nbs/17_tables.ipynb #b2992f7c
 def trajectory_markdown(
-    records, # of continual runs
+    records,  # of continual runs
     dataset,
 ) -> str:
     "tab:continualz in short: a line a method, those of the common training first, a column a number of classes, ours and in brackets the paper's."
@@ -228,5 +347,14 @@ def trajectory_markdown(
     lines, narrow = [], f", {common[-1]} channels" if common[-1] else ""
     for (m, v, steps, runs), g in f.groupby(["method", "variant", "steps", "runs"], sort=False):
         at = {r.n_classes: text(r) for r in g.itertuples()}
-        lines.append(line([method_label(m) + narrow + (f", {v}" if v else ""), f"{steps:,.0f}", runs, *(at.get(n, "–") for n in ns)]))
-    return "\n".join([line(["Method", "Steps", "Runs", *ns]), line(["---"]*(3 + len(ns))), *lines])
+        lines.append(
+            line(
+                [
+                    method_label(m) + narrow + (f", {v}" if v else ""),
+                    f"{steps:,.0f}",
+                    runs,
+                    *(at.get(n, "–") for n in ns),
+                ]
+            )
+        )
+    return "\n".join([line(["Method", "Steps", "Runs", *ns]), line(["---"] * (3 + len(ns))), *lines])

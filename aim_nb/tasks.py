@@ -19,75 +19,86 @@ from .core import AimError, check_choice, numpy_rng
 # %% ../nbs/04_tasks.ipynb #97b80d71
 def check_rows(
     class_rows,  # one array of row numbers a class, or a (C, n) array
-    need=1,      # images that each class must have
-    n_classes=1, # classes that there must be
+    need=1,  # images that each class must have
+    n_classes=1,  # classes that there must be
     names=None,  # class names for the message
 ):
     "Refuse a request that some class cannot serve, and say which."
-    if len(class_rows) < n_classes: raise AimError(f"{n_classes} classes are needed, but there are only {len(class_rows)}; ask for fewer.")
+    if len(class_rows) < n_classes:
+        raise AimError(f"{n_classes} classes are needed, but there are only {len(class_rows)}; ask for fewer.")
     sizes = class_rows.shape[1:] if isinstance(class_rows, np.ndarray) else list(map(len, class_rows))
-    if min(sizes, default=need) >= need: return
+    if min(sizes, default=need) >= need:
+        return
     c = int(np.argmin(sizes))
     who = f"class {c}" if names is None else f"class {c} ({names[c]})"
-    raise AimError(f"{who} has {sizes[c]} images, but {need} are needed; ask for fewer images a class or leave that class out.")
+    raise AimError(
+        f"{who} has {sizes[c]} images, but {need} are needed; ask for fewer images a class or leave that class out."
+    )
 
 # %% ../nbs/04_tasks.ipynb #d5fc165f
 class Episode(NamedTuple):
     "Row numbers of one episode (or of many, along a leading axis); a row's label is its place along the `n_way` axis."
-    support: np.ndarray # (..., n_way, n_shot)
-    query: np.ndarray   # (..., n_way, n_query)
-    classes: np.ndarray # (..., n_way) positions in class_rows
+
+    support: np.ndarray  # (..., n_way, n_shot)
+    query: np.ndarray  # (..., n_way, n_query)
+    classes: np.ndarray  # (..., n_way) positions in class_rows
 
 # %% ../nbs/04_tasks.ipynb #a687ae61
 def draw_episode(
-    class_rows,     # one array of row numbers a class, or a (C, n) array
-    seed,           # of the run
-    index,          # which episode
-    n_way=5,        # classes
-    n_shot=1,       # support images a class
-    n_query=15,     # query images a class
-    stream="train", # keeps training, validation and test episodes apart
+    class_rows,  # one array of row numbers a class, or a (C, n) array
+    seed,  # of the run
+    index,  # which episode
+    n_way=5,  # classes
+    n_shot=1,  # support images a class
+    n_query=15,  # query images a class
+    stream="train",  # keeps training, validation and test episodes apart
 ) -> Episode:
     "Episode number `index` of the stream."
     check_rows(class_rows, n_shot + n_query, n_way)
     rng = numpy_rng(int(seed), "episode", stream, int(index))
     classes = rng.permutation(len(class_rows))[:n_way]
-    rows = np.stack([rng.permutation(class_rows[c])[:n_query + n_shot] for c in classes])
+    rows = np.stack([rng.permutation(class_rows[c])[: n_query + n_shot] for c in classes])
     return Episode(rows[:, n_query:], rows[:, :n_query], classes)
 
 # %% ../nbs/04_tasks.ipynb #cc5aaea3
 def draw_episodes(
-    class_rows, # as for `draw_episode`
-    seed,       # of the run
-    indices,    # which episodes
-    **kwargs,   # n_way, n_shot, n_query, stream
+    class_rows,  # as for `draw_episode`
+    seed,  # of the run
+    indices,  # which episodes
+    **kwargs,  # n_way, n_shot, n_query, stream
 ) -> Episode:
     "The episodes numbered `indices`, stacked along a leading axis."
-    if len(indices) == 0: raise AimError("No episode was asked for; give at least one index.")
+    if len(indices) == 0:
+        raise AimError("No episode was asked for; give at least one index.")
     return Episode(*map(np.stack, zip(*(draw_episode(class_rows, seed, i, **kwargs) for i in indices))))
 
 # %% ../nbs/04_tasks.ipynb #31a8c6ca
 class Trajectory(NamedTuple):
     "Classes in the order in which they are learnt, with the rows to learn from and those to be tested on."
-    classes: np.ndarray # (n,) positions in class_rows
-    train: np.ndarray   # (n, n_train)
-    test: np.ndarray    # (n, n_test)
+
+    classes: np.ndarray  # (n,) positions in class_rows
+    train: np.ndarray  # (n, n_train)
+    test: np.ndarray  # (n, n_test)
 
 # %% ../nbs/04_tasks.ipynb #7e3dbece
 def draw_trajectory(
-    train_rows,    # row numbers to learn from, one array a class
-    test_rows,     # row numbers to be tested on, one array a class
-    seed,          # of the run
-    index,         # which trajectory
-    n_classes,     # its length
-    n_train=15,    # training images a class
-    n_test=None,   # test images a class (None: as many as the smallest class has)
-    stream="test", # keeps validation and test trajectories apart
+    train_rows,  # row numbers to learn from, one array a class
+    test_rows,  # row numbers to be tested on, one array a class
+    seed,  # of the run
+    index,  # which trajectory
+    n_classes,  # its length
+    n_train=15,  # training images a class
+    n_test=None,  # test images a class (None: as many as the smallest class has)
+    stream="test",  # keeps validation and test trajectories apart
 ) -> Trajectory:
     "Trajectory number `index`; its first classes are the shorter trajectory of the same number."
-    if len(train_rows) != len(test_rows): raise AimError(f"There are training rows for {len(train_rows)} classes and test rows for {len(test_rows)}; give both for the same classes.")
+    if len(train_rows) != len(test_rows):
+        raise AimError(
+            f"There are training rows for {len(train_rows)} classes and test rows for {len(test_rows)}; give both for the same classes."
+        )
     n_test = min(map(len, test_rows)) if n_test is None else n_test
-    check_rows(train_rows, n_train, n_classes); check_rows(test_rows, max(n_test, 1), n_classes)
+    check_rows(train_rows, n_train, n_classes)
+    check_rows(test_rows, max(n_test, 1), n_classes)
     rng = numpy_rng(int(seed), "trajectory", stream, int(index))
     classes = rng.permutation(len(train_rows))[:n_classes]
     rows = [(rng.permutation(train_rows[c])[:n_train], rng.permutation(test_rows[c])[:n_test]) for c in classes]
@@ -96,45 +107,49 @@ def draw_trajectory(
 # %% ../nbs/04_tasks.ipynb #d208a146
 class MetaBatch(NamedTuple):
     "Rows and labels of one outer step."
-    classes: np.ndarray      # (k,) the classes of the inner loop
-    inner: np.ndarray        # (k*T,) rows learnt one by one, class by class
-    inner_labels: np.ndarray # (k*T,)
-    outer: np.ndarray        # (R + k*T,) random rows of all classes, then rows of the k classes
-    outer_labels: np.ndarray # (R + k*T,)
+
+    classes: np.ndarray  # (k,) the classes of the inner loop
+    inner: np.ndarray  # (k*T,) rows learnt one by one, class by class
+    inner_labels: np.ndarray  # (k*T,)
+    outer: np.ndarray  # (R + k*T,) random rows of all classes, then rows of the k classes
+    outer_labels: np.ndarray  # (R + k*T,)
 
     @property
     def label(self) -> int:
         "The one class of the inner loop."
-        if len(self.classes) != 1: raise AimError(f"This meta-batch has {len(self.classes)} classes; read `classes` instead of `label`.")
+        if len(self.classes) != 1:
+            raise AimError(f"This meta-batch has {len(self.classes)} classes; read `classes` instead of `label`.")
         return int(self.classes[0])
 
 # %% ../nbs/04_tasks.ipynb #e488619a
 def draw_any(
-    class_rows, # one array of row numbers a class, or a (C, n) array
-    n,          # how many
-    rng,        # numpy generator
+    class_rows,  # one array of row numbers a class, or a (C, n) array
+    n,  # how many
+    rng,  # numpy generator
 ) -> tuple:
     "`n` different rows out of all classes, and their labels."
     ends = np.cumsum([len(r) for r in class_rows])
-    if n > ends[-1]: raise AimError(f"{n} random images are needed, but all classes together have {ends[-1]}; ask for fewer.")
+    if n > ends[-1]:
+        raise AimError(f"{n} random images are needed, but all classes together have {ends[-1]}; ask for fewer.")
     flat = rng.choice(ends[-1], n, replace=False)
     labels = np.searchsorted(ends, flat, side="right")
-    rows = [class_rows[c][i] for c, i in zip(labels, flat - ends[labels])] # counted from the end of the class: i < 0
+    rows = [class_rows[c][i] for c, i in zip(labels, flat - ends[labels])]  # counted from the end of the class: i < 0
     return np.array(rows, dtype=np.int64), labels
 
 # %% ../nbs/04_tasks.ipynb #dca1505e
 def draw_meta_batch(
-    class_rows,     # one array of row numbers a class, or a (C, n) array
-    seed,           # of the run
-    step,           # which outer step
-    inner=20,       # images a class in the inner loop
-    random=64,      # random images of all classes
+    class_rows,  # one array of row numbers a class, or a (C, n) array
+    seed,  # of the run
+    step,  # which outer step
+    inner=20,  # images a class in the inner loop
+    random=64,  # random images of all classes
     images="same",  # same | redrawn: the class's images in the outer batch
-    n_classes=1,    # classes in the inner loop
-    stream="train", # keeps meta-training apart from anything else
+    n_classes=1,  # classes in the inner loop
+    stream="train",  # keeps meta-training apart from anything else
 ) -> MetaBatch:
     "The images of outer step number `step`."
-    check_choice("images", images, ("same", "redrawn")); check_rows(class_rows, inner, n_classes)
+    check_choice("images", images, ("same", "redrawn"))
+    check_rows(class_rows, inner, n_classes)
     rng = numpy_rng(int(seed), "meta-batch", stream, int(step))
     classes = rng.permutation(len(class_rows))[:n_classes]
     take = lambda: np.concatenate([rng.permutation(class_rows[c])[:inner] for c in classes])
@@ -144,168 +159,200 @@ def draw_meta_batch(
 
 # %% ../nbs/04_tasks.ipynb #605b3f62
 def to_float(
-    images, # (B, H, W, C) uint8, array or tensor
-) -> torch.Tensor: # (B, C, H, W) float32 in 0..1
+    images,  # (B, H, W, C) uint8, array or tensor
+) -> torch.Tensor:  # (B, C, H, W) float32 in 0..1
     "Bytes as floats, channels first."
-    x = images if torch.is_tensor(images) else torch.from_numpy(np.array(images)) # a copy: memory maps are read-only
-    if x.dtype != torch.uint8 or x.ndim != 4: raise AimError(f"Images should be (B, H, W, C) bytes, not {tuple(x.shape)} {x.dtype}.")
+    x = images if torch.is_tensor(images) else torch.from_numpy(np.array(images))  # a copy: memory maps are read-only
+    if x.dtype != torch.uint8 or x.ndim != 4:
+        raise AimError(f"Images should be (B, H, W, C) bytes, not {tuple(x.shape)} {x.dtype}.")
     return x.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format).div_(255)
 
 # %% ../nbs/04_tasks.ipynb #154b7a6b
 _rgb = lambda mean, std: (torch.tensor(mean), torch.tensor(std))
 FEWSHOT_NORM = {
-    "cifar-fs": _rgb([129.377/255, 124.106/255, 112.478/255], [68.209/255, 65.431/255, 70.459/255]),
-    "mini-imagenet": _rgb([120.396/255, 115.594/255, 104.540/255], [70.682/255, 68.276/255, 72.545/255])}
+    "cifar-fs": _rgb([129.377 / 255, 124.106 / 255, 112.478 / 255], [68.209 / 255, 65.431 / 255, 70.459 / 255]),
+    "mini-imagenet": _rgb([120.396 / 255, 115.594 / 255, 104.540 / 255], [70.682 / 255, 68.276 / 255, 72.545 / 255]),
+}
 RELEASE_NORM = {
-    "omniglot": _rgb([236.05/255]*3, [5522/255]*3), "glyphs": _rgb([236.05/255]*3, [5522/255]*3),
-    "cifar100": _rgb([.4914, .4822, .4465], [.2023, .1994, .2010]),
-    "mini-imagenet": _rgb([.485, .456, .406], [.229, .224, .225])}
+    "omniglot": _rgb([236.05 / 255] * 3, [5522 / 255] * 3),
+    "glyphs": _rgb([236.05 / 255] * 3, [5522 / 255] * 3),
+    "cifar100": _rgb([0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]),
+    "mini-imagenet": _rgb([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+}
 
 # %% ../nbs/04_tasks.ipynb #92a05f27
 def image_stats(
-    images, # (N, H, W, C) uint8, may be a memory map
-    rows,   # one array of row numbers a class: read class by class, so memory stays small
-) -> tuple: # mean (C,), sd (C,) in 0..1
+    images,  # (N, H, W, C) uint8, may be a memory map
+    rows,  # one array of row numbers a class: read class by class, so memory stays small
+) -> tuple:  # mean (C,), sd (C,) in 0..1
     "Mean and standard deviation of each channel over the given images."
-    C, v = images.shape[-1], np.arange(256)/255
+    C, v = images.shape[-1], np.arange(256) / 255
     counts = np.zeros((C, 256))
     for r in rows:
         x = np.asarray(images[np.sort(r)])
         counts += [np.bincount(x[..., c].ravel(), minlength=256) for c in range(C)]
-    mean = counts @ v/counts.sum(1)
-    var = counts @ v**2/counts.sum(1) - mean**2
-    if (var <= 0).any(): raise AimError("All images are of one colour in some channel; check the dataset.")
-    return torch.tensor(mean, dtype=torch.float32), torch.tensor(var**.5, dtype=torch.float32)
+    mean = counts @ v / counts.sum(1)
+    var = counts @ v**2 / counts.sum(1) - mean**2
+    if (var <= 0).any():
+        raise AimError("All images are of one colour in some channel; check the dataset.")
+    return torch.tensor(mean, dtype=torch.float32), torch.tensor(var**0.5, dtype=torch.float32)
 
 # %% ../nbs/04_tasks.ipynb #e8b72611
 def normaliser(
-    bank,             # whose images
-    scheme="fewshot", # fewshot | standardised | release
-) -> tuple: # mean (C,), sd (C,) in 0..1
+    bank,  # whose images
+    scheme="fewshot",  # fewshot | standardised | release
+) -> tuple:  # mean (C,), sd (C,) in 0..1
     "What to subtract from the images of a bank and what to divide them by."
     check_choice("inputs", scheme, ("fewshot", "standardised", "release"))
-    if scheme == "release" and bank.name not in RELEASE_NORM: raise AimError(f"The release has no constants for {bank.name}; use inputs='standardised'.")
+    if scheme == "release" and bank.name not in RELEASE_NORM:
+        raise AimError(f"The release has no constants for {bank.name}; use inputs='standardised'.")
     table = {"fewshot": FEWSHOT_NORM, "release": RELEASE_NORM, "standardised": {}}[scheme]
     return table.get(bank.name) or image_stats(bank.images, bank.class_rows("train"))
 
+
 def normalise(
-    x,    # (B, C, H, W) in 0..1
-    norm, # (mean, sd); three channels of it make three of a grey image
+    x,  # (B, C, H, W) in 0..1
+    norm,  # (mean, sd); three channels of it make three of a grey image
 ) -> torch.Tensor:
     "Images with their mean subtracted, divided by their standard deviation."
     mean, sd = (v.view(-1, 1, 1).to(x) for v in norm)
-    return (x - mean)/sd
+    return (x - mean) / sd
 
 # %% ../nbs/04_tasks.ipynb #6e399061
 def crop(
-    x,    # (B, C, H, W)
+    x,  # (B, C, H, W)
     top,  # (B,) first row of each window
-    left, # (B,) first column
-    size, # (height, width) of the window
+    left,  # (B,) first column
+    size,  # (height, width) of the window
 ) -> torch.Tensor:
     "A window of each image, each at its own place."
-    windows = x.unfold(2, size[0], 1).unfold(3, size[1], 1) # (B, C, places, places, height, width), a view
+    windows = x.unfold(2, size[0], 1).unfold(3, size[1], 1)  # (B, C, places, places, height, width), a view
     return windows[torch.arange(len(x), device=x.device), :, top, left]
 
+
 def centre_crop(
-    x,    # (B, C, H, W)
-    size, # side of the window (None: leave x as it is)
+    x,  # (B, C, H, W)
+    size,  # side of the window (None: leave x as it is)
 ) -> torch.Tensor:
     "The middle of each image."
-    if size is None: return x
-    top, left = (round((n - size)/2) for n in x.shape[-2:])
-    return x[..., top:top + size, left:left + size]
+    if size is None:
+        return x
+    top, left = (round((n - size) / 2) for n in x.shape[-2:])
+    return x[..., top : top + size, left : left + size]
 
 # %% ../nbs/04_tasks.ipynb #dadea928
 def to_grey(x) -> torch.Tensor:
     "The image in grey, (B, 1, H, W), by the weights of ITU-R 601."
-    if x.shape[1] == 1: return x
+    if x.shape[1] == 1:
+        return x
     r, g, b = x.unbind(1)
-    return (.2989*r + .587*g + .114*b).unsqueeze(1)
+    return (0.2989 * r + 0.587 * g + 0.114 * b).unsqueeze(1)
+
 
 def colour_jitter(
-    x,       # (B, C, H, W) in 0..1
-    factors, # (B, 3) of brightness, contrast, saturation; 1 changes nothing
-    order,   # (B, 3) which of the three comes first, second, third
+    x,  # (B, C, H, W) in 0..1
+    factors,  # (B, 3) of brightness, contrast, saturation; 1 changes nothing
+    order,  # (B, 3) which of the three comes first, second, third
 ) -> torch.Tensor:
     "Brightness, contrast and saturation, each sample with its own factors in its own order."
     for which in order.T:
         f = factors.gather(1, which[:, None])[:, :, None, None]
         which, grey = which.view(-1, 1, 1, 1), to_grey(x)
-        other = torch.where(which == 2, grey, (which == 1)*grey.mean((2, 3), keepdim=True))
+        other = torch.where(which == 2, grey, (which == 1) * grey.mean((2, 3), keepdim=True))
         x = torch.lerp(other, x, f).clamp_(0, 1)
     return x
 
 # %% ../nbs/04_tasks.ipynb #d6cfd5c4
 class Policy(NamedTuple):
     "How training images are varied; evaluation uses `size` alone."
-    crop_padding: int = 0 # pixels added on each side before a random window is cut
-    flip: bool = False    # mirror half of the images
-    jitter: float = 0.    # brightness, contrast and saturation factors in 1 - jitter .. 1 + jitter
-    size: int = None      # side of the window (None: as large as the image)
-    fill: float = 0.      # of the padding, in 0..1
+
+    crop_padding: int = 0  # pixels added on each side before a random window is cut
+    flip: bool = False  # mirror half of the images
+    jitter: float = 0.0  # brightness, contrast and saturation factors in 1 - jitter .. 1 + jitter
+    size: int = None  # side of the window (None: as large as the image)
+    fill: float = 0.0  # of the padding, in 0..1
+
 
 class Draws(NamedTuple):
     "What was drawn for each image of a batch."
-    top: torch.Tensor     # (B,)
-    left: torch.Tensor    # (B,)
-    factors: torch.Tensor # (B, 3)
-    order: torch.Tensor   # (B, 3)
-    flip: torch.Tensor    # (B,)
+
+    top: torch.Tensor  # (B,)
+    left: torch.Tensor  # (B,)
+    factors: torch.Tensor  # (B, 3)
+    order: torch.Tensor  # (B, 3)
+    flip: torch.Tensor  # (B,)
 
 # %% ../nbs/04_tasks.ipynb #83d4e07f
 def draw_augmentation(
-    n,         # images
-    room,      # places for the window: down and across
-    generator, # torch generator (None: torch's own)
-    jitter=0., # factors in 1 - jitter .. 1 + jitter
+    n,  # images
+    room,  # places for the window: down and across
+    generator,  # torch generator (None: torch's own)
+    jitter=0.0,  # factors in 1 - jitter .. 1 + jitter
 ) -> Draws:
     "The random part of an augmentation."
-    u = torch.rand(n, 9, generator=generator, device=generator.device if generator else None) # all at once: one call is cheap
-    top, left = [(u[:, i]*room[i]).long().clamp_(max=room[i] - 1) for i in (0, 1)]
-    lowest = max(0., 1 - jitter)
-    return Draws(top, left, lowest + (1 + jitter - lowest)*u[:, 2:5], u[:, 5:8].argsort(1), u[:, 8] < .5)
+    u = torch.rand(
+        n, 9, generator=generator, device=generator.device if generator else None
+    )  # all at once: one call is cheap
+    top, left = [(u[:, i] * room[i]).long().clamp_(max=room[i] - 1) for i in (0, 1)]
+    lowest = max(0.0, 1 - jitter)
+    return Draws(top, left, lowest + (1 + jitter - lowest) * u[:, 2:5], u[:, 5:8].argsort(1), u[:, 8] < 0.5)
 
 # %% ../nbs/04_tasks.ipynb #bb550407
 def apply_augmentation(
-    x,             # (B, C, H, W) in 0..1
-    draws,         # from `draw_augmentation`
-    policy,        # what to do
+    x,  # (B, C, H, W) in 0..1
+    draws,  # from `draw_augmentation`
+    policy,  # what to do
 ) -> torch.Tensor:
     "The part without chance: pad, cut, colour, mirror."
     d, p = Draws(*(v.to(x.device) for v in draws)), policy
     size = (p.size, p.size) if p.size else x.shape[-2:]
-    if p.crop_padding or p.size: x = crop(F.pad(x, (p.crop_padding,)*4, value=p.fill), d.top, d.left, size)
-    if p.jitter: x = colour_jitter(x, d.factors, d.order)
+    if p.crop_padding or p.size:
+        x = crop(F.pad(x, (p.crop_padding,) * 4, value=p.fill), d.top, d.left, size)
+    if p.jitter:
+        x = colour_jitter(x, d.factors, d.order)
     return torch.where(d.flip[:, None, None, None], x.flip(-1), x) if p.flip else x
 
+
 def augment(
-    x,              # (B, C, H, W) in 0..1
-    generator,      # torch generator (None: torch's own)
-    crop_padding=0, # see `Policy`, which can be given as augment(x, generator, *policy)
+    x,  # (B, C, H, W) in 0..1
+    generator,  # torch generator (None: torch's own)
+    crop_padding=0,  # see `Policy`, which can be given as augment(x, generator, *policy)
     flip=False,
-    jitter=0.,
+    jitter=0.0,
     size=None,
-    fill=0.,
+    fill=0.0,
 ) -> torch.Tensor:
     "A random variation of each image."
     p = Policy(crop_padding, flip, jitter, size, fill)
-    room = [n + 2*crop_padding - (size or n) + 1 for n in x.shape[-2:]]
-    if min(room) < 1: raise AimError(f"A window of {size} pixels does not fit into images of {x.shape[-2]}x{x.shape[-1]}; choose a smaller size.")
+    room = [n + 2 * crop_padding - (size or n) + 1 for n in x.shape[-2:]]
+    if min(room) < 1:
+        raise AimError(
+            f"A window of {size} pixels does not fit into images of {x.shape[-2]}x{x.shape[-1]}; choose a smaller size."
+        )
     return apply_augmentation(x, draw_augmentation(len(x), room, generator, jitter), p)
 
 # %% ../nbs/04_tasks.ipynb #035ea780
-AUGMENT = { # few-shot
-    "cifar-fs": Policy(4, True, .4), "cifar100": Policy(4, True, .4),
-    "mini-imagenet": Policy(8, True, .4, size=80), "folder": Policy(8, True, .4),
-    "omniglot": Policy(2, fill=1.), "glyphs": Policy(2, fill=1.)}
+AUGMENT = {  # few-shot
+    "cifar-fs": Policy(4, True, 0.4),
+    "cifar100": Policy(4, True, 0.4),
+    "mini-imagenet": Policy(8, True, 0.4, size=80),
+    "folder": Policy(8, True, 0.4),
+    "omniglot": Policy(2, fill=1.0),
+    "glyphs": Policy(2, fill=1.0),
+}
 AUGMENT_CONTINUAL = {
-    "cifar100": Policy(4, True), "cifar-fs": Policy(4, True), "mini-imagenet": Policy(0, True), "folder": Policy(0, True),
-    "omniglot": Policy(), "glyphs": Policy()}
+    "cifar100": Policy(4, True),
+    "cifar-fs": Policy(4, True),
+    "mini-imagenet": Policy(0, True),
+    "folder": Policy(0, True),
+    "omniglot": Policy(),
+    "glyphs": Policy(),
+}
+
 
 def policy(
-    dataset,        # its name; a folder bank's too
-    task="fewshot", # fewshot | continual
+    dataset,  # its name; a folder bank's too
+    task="fewshot",  # fewshot | continual
 ) -> Policy:
     "How training images of a dataset are varied."
     table = {"fewshot": AUGMENT, "continual": AUGMENT_CONTINUAL}[check_choice("task", task, ("fewshot", "continual"))]
@@ -314,28 +361,31 @@ def policy(
 
 # %% ../nbs/04_tasks.ipynb #e641604b
 def train_view(
-    images,    # (B, H, W, C) bytes
-    norm,      # from `normaliser`
-    policy,    # from `policy`
-    generator, # torch generator (None: torch's own)
+    images,  # (B, H, W, C) bytes
+    norm,  # from `normaliser`
+    policy,  # from `policy`
+    generator,  # torch generator (None: torch's own)
 ) -> torch.Tensor:
     "Training images: varied, then normalised."
     return normalise(augment(to_float(images), generator, *policy), norm)
 
+
 def eval_view(
-    images, # (B, H, W, C) bytes
-    norm,   # from `normaliser`
-    policy=Policy(), # only its `size` is used
+    images,  # (B, H, W, C) bytes
+    norm,  # from `normaliser`
+    policy=Policy(),  # only its `size` is used
 ) -> torch.Tensor:
     "Evaluation images: the middle, normalised."
     return normalise(centre_crop(to_float(images), policy.size), norm)
 
+
 def input_shape(
-    bank,             # whose images
-    scheme="fewshot", # as for `normaliser`
+    bank,  # whose images
+    scheme="fewshot",  # as for `normaliser`
     policy=Policy(),  # from `policy`
-) -> tuple: # (C, H, W)
+) -> tuple:  # (C, H, W)
     "The shape of an image as a backbone sees it."
     H, W, C = bank.shape
-    if scheme == "release" and bank.name in RELEASE_NORM: C = 3
+    if scheme == "release" and bank.name in RELEASE_NORM:
+        C = 3
     return (C, policy.size or H, policy.size or W)

@@ -13,9 +13,29 @@ from .aim import AIM
 from .anml import ANML, anml_loss
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
-from .core import CHECKPOINTS, CONTINUAL_METHODS, AimError, Budget, Protocol, check_choice, content_key, pick_device, runs_dir, torch_rng
+from aim_nb.core import (
+    CHECKPOINTS,
+    CONTINUAL_METHODS,
+    AimError,
+    Budget,
+    Protocol,
+    check_choice,
+    content_key,
+    pick_device,
+    runs_dir,
+    torch_rng,
+)
 from .core import budget as named_budget
-from .evaluate_continual import VAL_CLASSES, Store, banners, mechanism_use, metatest, same_images, store_path, validate_continual
+from aim_nb.evaluate_continual import (
+    VAL_CLASSES,
+    Store,
+    banners,
+    mechanism_use,
+    metatest,
+    same_images,
+    store_path,
+    validate_continual,
+)
 from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .oml import N_OUT, OML, oml_loss, reset_rows
 from .paper import comparability
@@ -29,7 +49,8 @@ __all__ = ['USUAL_NORM', 'METATEST', 'LEARNS', 'moved', 'make_continual', 'Conti
            'saved_weights', 'load_continual', 'describe_continual', 'read_continual']
 
 # %% ../nbs/16_train_continual.ipynb #d2be3a24
-USUAL_NORM = "instance"   # of continual runs
+USUAL_NORM = "instance"  # of continual runs
+
 
 def moved(protocol) -> dict:
     "The switches of a continual run that do not stand where such runs usually have them."
@@ -37,51 +58,84 @@ def moved(protocol) -> dict:
 
 # %% ../nbs/16_train_continual.ipynb #cbbc1253
 def make_continual(
-    method,           # oml | oml+linear | oml+aim | anml | anml+aim
-    shape,            # (C, H, W) of the images
-    n_out,            # classes there may ever be
+    method,  # oml | oml+linear | oml+aim | anml | anml+aim
+    shape,  # (C, H, W) of the images
+    n_out,  # classes there may ever be
     protocol=Protocol(),
-    width=0,          # channels (0: the paper's 112)
-    M=64, K=10, l=2,
+    width=0,  # channels (0: the paper's 112)
+    M=64,
+    K=10,
+    l=2,
     seed=0,
 ):
     "The network of `method`, its initial weights a function of the seed."
     family, _, layer = check_choice("method", method, CONTINUAL_METHODS).partition("+")
     aim = dict(M=M, K=K, l=l, gate=protocol.gate, select=protocol.select) if layer else {}
-    return {"oml": OML, "anml": ANML}[family](shape, n_out, layer, norm=protocol.norm, width=width, generator=torch_rng(seed, "init", method), **aim)
+    return {"oml": OML, "anml": ANML}[family](
+        shape, n_out, layer, norm=protocol.norm, width=width, generator=torch_rng(seed, "init", method), **aim
+    )
 
 # %% ../nbs/16_train_continual.ipynb #aea4c176
 class ContinualModel:
     "One method's network on one bank, with its optimiser, as tensors."
-    def __init__(self,
-        bank, method, seed=0,
-        budget:Budget=None,
+
+    def __init__(
+        self,
+        bank,
+        method,
+        seed=0,
+        budget: Budget = None,
         protocol=Protocol(),
-        M=64, K=10, l=2,
-        lr_out=1e-3,      # Adam's
-        n_out=0,          # outputs (0: the dataset's own number)
-        device="cpu"):
-        self.bank, self.method, self.seed, self.budget, self.protocol, self.device = bank, method, seed, budget, protocol, device
-        self.rows, self.norm, self.policy = bank.class_rows("train"), normaliser(bank, protocol.inputs), policy(bank.name, "continual")
+        M=64,
+        K=10,
+        l=2,
+        lr_out=1e-3,  # Adam's
+        n_out=0,  # outputs (0: the dataset's own number)
+        device="cpu",
+    ):
+        self.bank, self.method, self.seed, self.budget, self.protocol, self.device = (
+            bank,
+            method,
+            seed,
+            budget,
+            protocol,
+            device,
+        )
+        self.rows, self.norm, self.policy = (
+            bank.class_rows("train"),
+            normaliser(bank, protocol.inputs),
+            policy(bank.name, "continual"),
+        )
         n_out = n_out or N_OUT.get(bank.name, 0) or max(len(self.rows), len(bank.classes("test")))
         shape = input_shape(bank, protocol.inputs, self.policy)
         self.net = make_continual(method, shape, n_out, protocol, budget.width, M, K, l, seed).to(device).train()
         slow = [p for n, p in self.net.named_parameters() if protocol.slow_set == "all" or n.startswith(self.net.slow)]
-        for p in self.net.parameters(): p.requires_grad_(False)
-        for p in slow: p.requires_grad_(True)
-        self.opt, self.log, self.has_aim = torch.optim.Adam(slow, lr=lr_out, fused=True), {}, isinstance(self.net.tail.layer, AIM)
+        for p in self.net.parameters():
+            p.requires_grad_(False)
+        for p in slow:
+            p.requires_grad_(True)
+        self.opt, self.log, self.has_aim = (
+            torch.optim.Adam(slow, lr=lr_out, fused=True),
+            {},
+            isinstance(self.net.tail.layer, AIM),
+        )
 
-    def weights(self): return module_tensors(self.net, "net.")
-    def tensors(self): return {**self.weights(), **optimizer_tensors(self.opt), **self.log}
+    def weights(self):
+        return module_tensors(self.net, "net.")
+
+    def tensors(self):
+        return {**self.weights(), **optimizer_tensors(self.opt), **self.log}
 
     def load(self, tensors):
         "Take a state back."
-        load_module(self.net, tensors, "net."); load_optimizer(self.opt, tensors)
+        load_module(self.net, tensors, "net.")
+        load_optimizer(self.opt, tensors)
         self.log = {k: v for k, v in tensors.items() if k.startswith("log.")}
 
 # %% ../nbs/16_train_continual.ipynb #ab0ecc6f
 class ContinualValidated(ContinualModel):
     "With a look at classes held out of meta-training."
+
     def validate(self, n):
         "A trajectory over classes held out of meta-training, and which mechanisms they use."
         row = validate_continual(self.net, self.bank, self.norm, self.budget, self.seed, self.device)
@@ -92,28 +146,38 @@ class ContinualValidated(ContinualModel):
         use = mechanism_use(self.net, self.bank, self.norm, "val", device=self.device)
         self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
         used, K = int((use["mask"] > 0).any(0).sum()), self.net.tail.layer.K
-        if used < min(K + 1, self.net.tail.layer.M): warnings.warn(f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set.")
+        if used < min(K + 1, self.net.tail.layer.M):
+            warnings.warn(
+                f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set."
+            )
         return used
 
 # %% ../nbs/16_train_continual.ipynb #2b00df2d
 class ContinualTrainee(ContinualValidated):
     "Meta-training."
-    def __init__(self, *args,
-        inner=20,         # images of a class, one SGD step each
-        random=64,        # images of any class in the meta-batch
-        n_classes=1,      # classes learnt in one outer step
-        lr_in=1e-2,       # of the inner loop
-        **kwargs):
+
+    def __init__(
+        self,
+        *args,
+        inner=20,  # images of a class, one SGD step each
+        random=64,  # images of any class in the meta-batch
+        n_classes=1,  # classes learnt in one outer step
+        lr_in=1e-2,  # of the inner loop
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
         self.inner, self.random, self.n_classes, self.lr_in = inner, random, n_classes, lr_in
 
     def images(self, rows, step, part):
         "A batch of normalised images, varied as the dataset's policy says."
-        return train_view(self.bank.images[rows], self.norm, self.policy, torch_rng(self.seed, "augment", part, step)).to(self.device)
+        return train_view(
+            self.bank.images[rows], self.norm, self.policy, torch_rng(self.seed, "augment", part, step)
+        ).to(self.device)
 
     def step(self, i):
         "One outer step."
-        if i == 0 and self.has_aim: self.note_use(0)
+        if i == 0 and self.has_aim:
+            self.note_use(0)
         redrawn, rng = self.protocol.meta_images == "redrawn", torch_rng(self.seed, "step", i)
         b = draw_meta_batch(self.rows, self.seed, i, self.inner, self.random, self.protocol.meta_images, self.n_classes)
         labels = lambda y: torch.as_tensor(y, device=self.device)
@@ -121,123 +185,204 @@ class ContinualTrainee(ContinualValidated):
         x, y = self.images(b.outer, i, "outer"), labels(b.outer_labels)
         inner = dict(x_inner=self.images(b.inner, i, "inner"), y_inner=labels(b.inner_labels)) if redrawn else {}
         loss, logits, _ = self.loss(x, y, generator=rng, n_inner=len(b.inner), **inner)
-        self.opt.zero_grad(); loss.backward(); self.opt.step()
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
         return self.scores(loss.detach(), logits.detach().argmax(-1) == y)
 
     def loss(self, x, y, **kw):
         "The meta-loss of this method."
         kw.update(lr=self.lr_in, order=self.protocol.order)
-        return oml_loss(self.net, x, y, **kw) if isinstance(self.net, OML) else anml_loss(self.net, x, y, fast_set=self.protocol.fast_set, **kw)
+        return (
+            oml_loss(self.net, x, y, **kw)
+            if isinstance(self.net, OML)
+            else anml_loss(self.net, x, y, fast_set=self.protocol.fast_set, **kw)
+        )
 
     def scores(self, loss, hit):
         "Loss, accuracy on random images, accuracy on the class just learnt."
-        return dict(loss=loss, acc=hit[:self.random].float().mean(), acc_new=hit[self.random:].float().mean())
+        return dict(loss=loss, acc=hit[: self.random].float().mean(), acc_new=hit[self.random :].float().mean())
 
 # %% ../nbs/16_train_continual.ipynb #79816c26
-_TRAIN = dict(all=("slow_set", "order", "norm", "inputs", "row_reset", "meta_images"), anml=("fast_set",), aim=("gate", "select"))
-_TEST = dict(all=("protocol", "metatest_rate", "trajectories"), anml=("metatest_update",), aim=("metatest_update", "adam"), linear=("metatest_update",))
+_TRAIN = dict(
+    all=("slow_set", "order", "norm", "inputs", "row_reset", "meta_images"), anml=("fast_set",), aim=("gate", "select")
+)
+_TEST = dict(
+    all=("protocol", "metatest_rate", "trajectories"),
+    anml=("metatest_update",),
+    aim=("metatest_update", "adam"),
+    linear=("metatest_update",),
+)
+
 
 def relevant(
-    method, protocol,
-    of=(_TRAIN, _TEST), # which switches
+    method,
+    protocol,
+    of=(_TRAIN, _TEST),  # which switches
 ) -> Protocol:
     "The protocol with every switch that this method does not have at its default."
     names = [n for table in of for part in ("all", *method.split("+")) for n in table.get(part, ())]
     return Protocol(**{n: getattr(protocol, n) for n in names})
 
-def continual_identity(dataset, method, seed, budget, protocol, data_sha, M=64, K=10, l=2, checkpoint="best", **others) -> dict:
+
+def continual_identity(
+    dataset, method, seed, budget, protocol, data_sha, M=64, K=10, l=2, checkpoint="best", **others
+) -> dict:
     "The question that a run answers."
     sizes = {"aim": dict(M=M, K=K, l=l), "linear": dict(M=M)}.get(method.partition("+")[2], {})
-    if check_choice("checkpoint", checkpoint, CHECKPOINTS) != CHECKPOINTS[0]: others["checkpoint"] = checkpoint
-    return dict(task="continual", dataset=dataset, method=method, seed=seed, budget=budget.asdict(), protocol=relevant(method, protocol).asdict(),
-                parameters=sizes | others, data_sha=data_sha)
+    if check_choice("checkpoint", checkpoint, CHECKPOINTS) != CHECKPOINTS[0]:
+        others["checkpoint"] = checkpoint
+    return dict(
+        task="continual",
+        dataset=dataset,
+        method=method,
+        seed=seed,
+        budget=budget.asdict(),
+        protocol=relevant(method, protocol).asdict(),
+        parameters=sizes | others,
+        data_sha=data_sha,
+    )
+
 
 def training_checkpoints(identity):
     "The checkpoints of the meta-training behind a record."
     b, protocol = identity["budget"], Protocol(**identity["protocol"])
-    own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "data_sha")} | dict(parameters={k: v for k, v in identity["parameters"].items() if k != "checkpoint"})
+    own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "data_sha")} | dict(
+        parameters={k: v for k, v in identity["parameters"].items() if k != "checkpoint"}
+    )
     few = dict(val_classes=b["classes"]) if 0 < b["classes"] < VAL_CLASSES else {}
-    return run_checkpoints("continual", own | few | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()))
+    return run_checkpoints(
+        "continual",
+        own | few | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()),
+    )
 
 # %% ../nbs/16_train_continual.ipynb #d2ab0469
-METATEST = ("runs", "rates", "rate_runs", "classes")   # of a budget; 0 stands for the budget's own
+METATEST = ("runs", "rates", "rate_runs", "classes")  # of a budget; 0 stands for the budget's own
+
 
 def continual_budget(
-    budget="quick",       # smoke | quick | paper | paper@N, or a Budget
-    dataset="", steps=0,
-    **metatest,           # runs, rates, rate_runs, classes
+    budget="quick",  # smoke | quick | paper | paper@N, or a Budget
+    dataset="",
+    steps=0,
+    **metatest,  # runs, rates, rate_runs, classes
 ) -> Budget:
     "The budget, its meta-test as asked."
     asked = {k: metatest[k] for k in METATEST if metatest.get(k)}
     for k, n in asked.items():
         least = 2 if k == "classes" else 1
-        if type(n) is not int or n < least: raise AimError(f"{k}={n!r} should be a whole number of at least {least}, or 0 for the budget's own.")
-    if 7 < asked.get("rates", 0) != 14: raise AimError(f"rates={asked['rates']} is not known; choose 1 to 7, or 14 for the release's list.")
+        if type(n) is not int or n < least:
+            raise AimError(f"{k}={n!r} should be a whole number of at least {least}, or 0 for the budget's own.")
+    if 7 < asked.get("rates", 0) != 14:
+        raise AimError(f"rates={asked['rates']} is not known; choose 1 to 7, or 14 for the release's list.")
     return replace(budget if isinstance(budget, Budget) else named_budget(budget, "continual", dataset, steps), **asked)
 
 # %% ../nbs/16_train_continual.ipynb #4ec8d67c
 def sizes(net, aim_like=None) -> dict:
     "Parameters of the network, of its layer and of the whole tail; for the baseline also those of the tail it stands in for."
     count = lambda m: sum(p.numel() for p in m.parameters())
-    own = dict(parameters_all=count(net), parameters_layer=count(net.tail.layer), parameters_tail=count(net.tail), d_features=net.tail.fc.in_features)
+    own = dict(
+        parameters_all=count(net),
+        parameters_layer=count(net.tail.layer),
+        parameters_tail=count(net.tail),
+        d_features=net.tail.fc.in_features,
+    )
     return own | (dict(parameters_tail_aim=count(aim_like.tail)) if aim_like is not None else {})
+
 
 def aim_twin(trainee, M, K, l):
     "The OML+AIM network that a baseline is to be as large as, without its numbers."
     t = trainee
     with torch.device("meta"):
-        return OML(input_shape(t.bank, t.protocol.inputs, t.policy), t.net.tail.fc.out_features, "aim", norm=t.protocol.norm, width=t.budget.width, M=M, K=K, l=l, gate=t.protocol.gate)
+        return OML(
+            input_shape(t.bank, t.protocol.inputs, t.policy),
+            t.net.tail.fc.out_features,
+            "aim",
+            norm=t.protocol.norm,
+            width=t.budget.width,
+            M=M,
+            K=K,
+            l=l,
+            gate=t.protocol.gate,
+        )
+
 
 def read_uses(log) -> dict:
     "The log of mechanism use as arrays over validations: step (T,), score and mask (T, classes, M)."
     at = sorted({int(k.split(".")[1]) for k in log})
-    return {"step": torch.tensor(at)} | {k: torch.stack([log[f"log.{n:07d}.{k}"] for n in at]) for k in ("score", "mask")}
+    return {"step": torch.tensor(at)} | {
+        k: torch.stack([log[f"log.{n:07d}.{k}"] for n in at]) for k in ("score", "mask")
+    }
 
 # %% ../nbs/16_train_continual.ipynb #3d5452a1
 def log_path(record) -> Path:
     "Where the log of mechanism use of a record's run lies."
-    return runs_dir()/"logs"/f"continual-{record['key']}.safetensors"
+    return runs_dir() / "logs" / f"continual-{record['key']}.safetensors"
+
 
 def read_log(record) -> tuple:
     "Mechanism use over meta-training (step, score, mask of validation classes) and at the end on test classes (test_score, test_mask); a dict with the class names."
     return load_tensors(log_path(record))
+
 
 def save_log(record, trainee):
     "Write that log, for a network with AIM."
     t, names = trainee, lambda split: [trainee.bank.class_names[c] for c in trainee.bank.classes(split)]
     final = mechanism_use(t.net, t.bank, t.norm, "test", classes=t.budget.classes, device=t.device)
     log = read_uses(t.log) | {f"test_{k}": v for k, v in final.items()}
-    save_tensors(log_path(record), log, dict(record=record["key"], classes=names("val"), test_classes=names("test")[:len(final["mask"])], of="slow weights, before meta-test"))
+    save_tensors(
+        log_path(record),
+        log,
+        dict(
+            record=record["key"],
+            classes=names("val"),
+            test_classes=names("test")[: len(final["mask"])],
+            of="slow weights, before meta-test",
+        ),
+    )
 
 # %% ../nbs/16_train_continual.ipynb #2b328c63
 def train_continual(trainee, identity, fresh=None, callbacks=(), desc=""):
     "Meta-train to the budget's end or from where it stopped; leaves the weights to be meta-tested in place."
     ck, b, last = training_checkpoints(identity), trainee.budget, identity["parameters"].get("checkpoint") == "last"
     history = run_loop(trainee, b.steps, b.val_every, ck, callbacks=callbacks, desc=desc, fresh=fresh)
-    if history.best_step != history.last["step"] and not last: load_module(trainee.net, ck.best().tensors, "net.")
+    if history.best_step != history.last["step"] and not last:
+        load_module(trainee.net, ck.best().tensors, "net.")
     return history
 
+
 def run_continual(
-    dataset="glyphs",     # omniglot | cifar100 | mini-imagenet | glyphs, or folder:PATH
-    method="oml+aim", seed=0,
-    budget="quick",       # smoke | quick | paper | paper@N, or a Budget
-    protocol=Protocol(norm=USUAL_NORM), # the switches
-    M=64, K=10, l=2,
-    steps=0, runs=0,      # 0: the budget's own
-    rates=0, rate_runs=0, # of the search at meta-test: rates tried, trajectories for each
-    classes=0,            # of the longest trajectory
-    checkpoint="best",    # which weights are meta-tested: best (by validation) | last
-    data_root="", device="cpu", fresh=None, callbacks=(), notebook="30_continual",
-    **others,             # inner, random, n_classes, n_out, lr_in, lr_out of the trainee, where they are not the usual ones
+    dataset="glyphs",  # omniglot | cifar100 | mini-imagenet | glyphs, or folder:PATH
+    method="oml+aim",
+    seed=0,
+    budget="quick",  # smoke | quick | paper | paper@N, or a Budget
+    protocol=Protocol(norm=USUAL_NORM),  # the switches
+    M=64,
+    K=10,
+    l=2,
+    steps=0,
+    runs=0,  # 0: the budget's own
+    rates=0,
+    rate_runs=0,  # of the search at meta-test: rates tried, trajectories for each
+    classes=0,  # of the longest trajectory
+    checkpoint="best",  # which weights are meta-tested: best (by validation) | last
+    data_root="",
+    device="cpu",
+    fresh=None,
+    callbacks=(),
+    notebook="30_continual",
+    **others,  # inner, random, n_classes, n_out, lr_in, lr_out of the trainee, where they are not the usual ones
 ) -> dict:
     "The record of one run: found if it was done before, else meta-trained, meta-tested and written."
     check_choice("method", method, CONTINUAL_METHODS)
     b = continual_budget(budget, dataset, steps, runs=runs, rates=rates, rate_runs=rate_runs, classes=classes)
     bank, protocol = open_bank(dataset, data_root), relevant(method, protocol)
     identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, checkpoint, **others)
-    if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)): return found
+    if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)):
+        return found
     t = ContinualTrainee(bank, method, seed, b, protocol, M, K, l, device=pick_device(device), **others)
-    return _train_and_record(t, identity, fresh, callbacks, notebook, aim_twin(t, M, K, l) if method == "oml+linear" else None)
+    return _train_and_record(
+        t, identity, fresh, callbacks, notebook, aim_twin(t, M, K, l) if method == "oml+linear" else None
+    )
 
 # %% ../nbs/16_train_continual.ipynb #d68130cf
 def _train_and_record(t, identity, fresh, callbacks, notebook, aim_like) -> dict:
@@ -246,78 +391,144 @@ def _train_and_record(t, identity, fresh, callbacks, notebook, aim_like) -> dict
     history = train_continual(t, identity, fresh, callbacks, name)
     store = Store(store_path(content_key(identity)), t.net)
     metrics = metatest(t.net, t.bank, t.norm, t.protocol, t.budget, t.seed, store=store, device=t.device)
-    metrics |= dict(val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"], best_step=history.best_step) | sizes(t.net, aim_like)
-    if t.has_aim: metrics["mechanisms_used"] = (history.last if identity["parameters"].get("checkpoint") == "last" else history.best)["used"]
-    rec = new_record(**{**identity, "budget": t.budget, "protocol": t.protocol}, metrics=metrics, history=list(history), notebook=notebook,
-                     seconds=history.seconds + store.seconds, device=t.device)
-    if t.has_aim: save_log(rec, t)
-    save_record(rec); store.path.unlink(missing_ok=True)
+    metrics |= dict(
+        val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"], best_step=history.best_step
+    ) | sizes(t.net, aim_like)
+    if t.has_aim:
+        metrics["mechanisms_used"] = (
+            history.last if identity["parameters"].get("checkpoint") == "last" else history.best
+        )["used"]
+    rec = new_record(
+        **{**identity, "budget": t.budget, "protocol": t.protocol},
+        metrics=metrics,
+        history=list(history),
+        notebook=notebook,
+        seconds=history.seconds + store.seconds,
+        device=t.device,
+    )
+    if t.has_aim:
+        save_log(rec, t)
+    save_record(rec)
+    store.path.unlink(missing_ok=True)
     return rec
 
 # %% ../nbs/16_train_continual.ipynb #3e4bab9b
 def saved_weights(
-    record, # of `run_continual`
+    record,  # of `run_continual`
     which,  # best | last
 ):
     "The checkpoint with the weights of a record; those of another step are refused."
     ck, best = training_checkpoints(record), check_choice("which", which, CHECKPOINTS) == "best"
     step = record["metrics"]["best_step"] if best else record["history"][-1]["step"]
     there = [s for s in ((ck.best(), ck.shipped()) if best else (ck.latest(),)) if s]
-    if not there: raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
-    if found := next((s for s in there if s.step == step), None): return found
-    raise AimError(f"{ck.dir} holds the weights of step {there[0].step:,} of another training, run {record['key']} has those of step {step:,}; set $AIM_RUNS to another folder and run it again to have them.")
+    if not there:
+        raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
+    if found := next((s for s in there if s.step == step), None):
+        return found
+    raise AimError(
+        f"{ck.dir} holds the weights of step {there[0].step:,} of another training, run {record['key']} has those of step {step:,}; set $AIM_RUNS to another folder and run it again to have them."
+    )
+
 
 def load_continual(
-    record,        # of `run_continual`
-    data_root="", which="", # best | last ("": as the record was meta-tested)
+    record,  # of `run_continual`
+    data_root="",
+    which="",  # best | last ("": as the record was meta-tested)
 ):
     "The network of a finished run, from its checkpoints."
     saved = saved_weights(record, which or record["parameters"].get("checkpoint", "best"))
     q, trained = dict(record["parameters"]), ContinualModel
     size = {k: q.pop(k) for k in ("M", "K", "l") if k in q}
-    t = trained(open_bank(record["dataset"], data_root), record["method"], record["seed"], Budget(**record["budget"]), Protocol(**record["protocol"]), **size, n_out=q.get("n_out", 0))
+    t = trained(
+        open_bank(record["dataset"], data_root),
+        record["method"],
+        record["seed"],
+        Budget(**record["budget"]),
+        Protocol(**record["protocol"]),
+        **size,
+        n_out=q.get("n_out", 0),
+    )
     load_module(t.net, saved.tensors, "net.")
     return t.net.eval(), t
 
 # %% ../nbs/16_train_continual.ipynb #47a35bb5
 def describe_continual(
-    dataset, budget, protocol, n_runs,
-    M=64, K=10, l=2,
+    dataset,
+    budget,
+    protocol,
+    n_runs,
+    M=64,
+    K=10,
+    l=2,
 ) -> str:
     "The banner of a run: data, budget, switches, and whether it can be compared with the paper."
     b = budget
     same = comparability("continualz", dict(dataset=dataset, method="oml", n_classes=10), b.asdict())
-    word = {"yes": "comparable with the paper", "budget": "another budget than the paper's: read the comparison with care", "data": "the paper has no figures for this dataset"}[same]
+    word = {
+        "yes": "comparable with the paper",
+        "budget": "another budget than the paper's: read the comparison with care",
+        "data": "the paper has no figures for this dataset",
+    }[same]
     width = "full width" if not b.width else f"{b.width} channels instead of 112, a narrower network than the paper's"
-    lines = [f"{dataset}, budget {b.name}: {b.steps:,} meta-training steps (paper 20,000), {width}.",
-             f"Meta-test: {b.runs} runs, {b.rates} rates x {b.rate_runs} trajectories to choose from, {'all classes' if not b.classes else f'at most {b.classes} classes'}; AIM: M={M}, K={K}, l={l}.",
-             f"Switches moved from where these runs usually have them: {', '.join(f'{k}={v}' for k, v in moved(protocol).items()) or 'none'}. {n_runs} runs to make or find; {word}."]
+    lines = [
+        f"{dataset}, budget {b.name}: {b.steps:,} meta-training steps (paper 20,000), {width}.",
+        f"Meta-test: {b.runs} runs, {b.rates} rates x {b.rate_runs} trajectories to choose from, {'all classes' if not b.classes else f'at most {b.classes} classes'}; AIM: M={M}, K={K}, l={l}.",
+        f"Switches moved from where these runs usually have them: {', '.join(f'{k}={v}' for k, v in moved(protocol).items()) or 'none'}. {n_runs} runs to make or find; {word}.",
+    ]
     return "\n".join(lines + banners(protocol, dataset))
 
 # %% ../nbs/16_train_continual.ipynb #5d4b8584
-LEARNS = dict(head="only the output layer learns", fast="all fast weights learn")      # at meta-test
+LEARNS = dict(head="only the output layer learns", fast="all fast weights learn")  # at meta-test
 
-def _at_end(record): return np.mean(record["metrics"]["test"], 0)[-1]
+
+def _at_end(record):
+    return np.mean(record["metrics"]["test"], 0)[-1]
+
 
 def _one_method(recs):
     "A sentence on the records of one method and one kind of meta-test."
     m = recs[0]["metrics"]
-    acc, gone, kept = (np.mean(v) for v in ([_at_end(r) for r in recs], [r["metrics"]["forgetting"] for r in recs], [np.mean(r["metrics"]["train"], 0)[-1] for r in recs]))
-    age = f"the first quarter of the classes stands {gone:.1f} points behind the last" if gone > 0 else f"the first quarter of the classes does not stand behind the last ({abs(gone):.1f} points ahead)"
-    found = f"{acc:.1f} % on the images learnt from, which are the release's test images," if same_images(recs[0]["protocol"]["protocol"], recs[0]["dataset"]) else f"{acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from"
+    acc, gone, kept = (
+        np.mean(v)
+        for v in (
+            [_at_end(r) for r in recs],
+            [r["metrics"]["forgetting"] for r in recs],
+            [np.mean(r["metrics"]["train"], 0)[-1] for r in recs],
+        )
+    )
+    age = (
+        f"the first quarter of the classes stands {gone:.1f} points behind the last"
+        if gone > 0
+        else f"the first quarter of the classes does not stand behind the last ({abs(gone):.1f} points ahead)"
+    )
+    found = (
+        f"{acc:.1f} % on the images learnt from, which are the release's test images,"
+        if same_images(recs[0]["protocol"]["protocol"], recs[0]["dataset"])
+        else f"{acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from"
+    )
     return f"- **{recs[0]['method']}** ({LEARNS[m['update']]}): {found} after {m['n_classes'][-1]} classes; {age}."
 
+
 def read_continual(
-    records, # of one dataset and budget
+    records,  # of one dataset and budget
 ) -> str:
     "What the records say, as Markdown."
     groups = {}
-    for r in records: groups.setdefault((r["method"], r["metrics"]["update"]), []).append(r)
+    for r in records:
+        groups.setdefault((r["method"], r["metrics"]["update"]), []).append(r)
     text = [_one_method(g) for g in groups.values()]
     end = {k: np.mean([_at_end(r) for r in g]) for k, g in groups.items()}
     for (method, update), a in end.items():
         plain = end.get((method.partition("+")[0], "head"))
-        if "+" in method and plain is not None: text.append(f"- {method} ({update}) minus {method.partition('+')[0]}: **{a - plain:+.1f}** points.")
-    chance = 100/records[0]["metrics"]["n_classes"][-1]
-    low = [f"{m} ({u})" for (m, u), a in end.items() if a < 2*chance]
-    return "\n".join(text + ([f"- At chance level ({chance:.1f} %): {', '.join(low)}. Look at the learning curves before believing it."] if low else []))
+        if "+" in method and plain is not None:
+            text.append(f"- {method} ({update}) minus {method.partition('+')[0]}: **{a - plain:+.1f}** points.")
+    chance = 100 / records[0]["metrics"]["n_classes"][-1]
+    low = [f"{m} ({u})" for (m, u), a in end.items() if a < 2 * chance]
+    return "\n".join(
+        text
+        + (
+            [f"- At chance level ({chance:.1f} %): {', '.join(low)}. Look at the learning curves before believing it."]
+            if low
+            else []
+        )
+    )

@@ -14,7 +14,18 @@ import torch.nn.functional as F
 from .aim import AIM, Identity, check_sizes, linear_twin
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
-from .core import AimError, Budget, FEWSHOT_METHODS, Protocol, check_choice, content_key, pick_device, runs_dir, threads, torch_rng
+from aim_nb.core import (
+    AimError,
+    Budget,
+    FEWSHOT_METHODS,
+    Protocol,
+    check_choice,
+    content_key,
+    pick_device,
+    runs_dir,
+    threads,
+    torch_rng,
+)
 from .core import budget as named_budget
 from .evaluate_fewshot import evaluate, pack_hits
 from .fused import block_length, episodes, moving_queries
@@ -34,22 +45,35 @@ __all__ = ['Rates', 'paper_rates', 'FlatSGD', 'Episodic', 'double_step', 'Episod
 # %% ../nbs/16_train_fewshot.ipynb #709d294b
 class Rates(NamedTuple):
     "Learning rates of one training iteration."
-    nu_in: float; nu_out: float             # the layer's: support step, query step
-    nu_sib: float; momentum: float; decay: float # the head's
+
+    nu_in: float
+    nu_out: float  # the layer's: support step, query step
+    nu_sib: float
+    momentum: float
+    decay: float  # the head's
+
 
 def paper_rates() -> Rates:
     "The rates of the paper, the head's from its release."
     paper, release = hyper("fewshot"), hyper("fewshot", "release")
-    return Rates(paper["nu_in"].value, paper["nu_out"].value, release["nu_sib"].value, release["momentum_sib"].value, release["decay_sib"].value)
+    return Rates(
+        paper["nu_in"].value,
+        paper["nu_out"].value,
+        release["nu_sib"].value,
+        release["momentum_sib"].value,
+        release["decay_sib"].value,
+    )
 
 # %% ../nbs/16_train_fewshot.ipynb #c61c31f3
 class FlatSGD:
     "SGD with Nesterov momentum and weight decay on parameters laid end to end."
+
     def __init__(self, params, lr, momentum, decay):
         self.lr, self.momentum, self.decay = lr, momentum, decay
         self.flat = torch.cat([p.detach().reshape(-1) for p in params])
         self.buffer, self.grad = torch.zeros_like(self.flat), torch.empty_like(self.flat)
-        for p, part in zip(params, self.flat.split([p.numel() for p in params])): p.data = part.view_as(p)
+        for p, part in zip(params, self.flat.split([p.numel() for p in params])):
+            p.data = part.view_as(p)
 
     def step(self, grads):
         "One step along `grads`, tensors in the order of the parameters."
@@ -60,16 +84,26 @@ class FlatSGD:
 # %% ../nbs/16_train_fewshot.ipynb #33bd04f5
 class Episodic(NamedTuple):
     "What every iteration has in common."
-    p: SIBParams; A: torch.Tensor; n: int; Ys: torch.Tensor; Yq: torch.Tensor
-    steps: int; eps: float; rates: Rates; update: str; adapt: bool
 
-    def sib(self, X, dots): return sib_forward(self.p, X, self.A, self.steps, self.eps, dots)
+    p: SIBParams
+    A: torch.Tensor
+    n: int
+    Ys: torch.Tensor
+    Yq: torch.Tensor
+    steps: int
+    eps: float
+    rates: Rates
+    update: str
+    adapt: bool
+
+    def sib(self, X, dots):
+        return sib_forward(self.p, X, self.A, self.steps, self.eps, dots)
 
 # %% ../nbs/16_train_fewshot.ipynb #fad9cc9d
 @torch.no_grad()
 def double_step(
     t: Episodic,
-    steps,       # of the layer, for the episode's support and query features
+    steps,  # of the layer, for the episode's support and query features
 ) -> tuple:
     "Inner, then outer step of one episode; returns logits and the head's gradients."
     if t.adapt:
@@ -77,44 +111,72 @@ def double_step(
         steps.adapt(sib_backward(t.p, tape, cross_entropy_grad(s, t.Ys), params=False)[0], t.rates.nu_in)
     s, tape = t.sib(steps.output(), steps.dots)
     g, dp = sib_backward(t.p, tape, cross_entropy_grad(s, t.Yq), mixed=steps.mixed)
-    steps.write_(g, 0. if t.update == "algorithm1" else t.rates.nu_out, keep=t.update != "episode")
+    steps.write_(g, 0.0 if t.update == "algorithm1" else t.rates.nu_out, keep=t.update != "episode")
     return s, dp
 
 # %% ../nbs/16_train_fewshot.ipynb #76f4b08c
 class EpisodeFeed:
     "The features of training episode i: (n + q, D), support rows first, class by class."
+
     def __init__(self, features, seed, n_way=5, n_shot=1, n_query=15, device="cpu"):
         self.features, self.seed, self.device = features, seed, device
-        self.block = 16 if features.n_views("train") else 4     # fresh views: 320 images through the backbone at once
+        self.block = 16 if features.n_views("train") else 4  # fresh views: 320 images through the backbone at once
         self.shape, self.rows = dict(n_way=n_way, n_shot=n_shot, n_query=n_query), features.class_rows("train")
         self.at, self.z = None, None
 
     def __getitem__(self, i):
         b, k = divmod(i, self.block)
         if b != self.at:
-            e = draw_episodes(self.rows, self.seed, range(b*self.block, (b + 1)*self.block), stream="train", **self.shape)
+            e = draw_episodes(
+                self.rows, self.seed, range(b * self.block, (b + 1) * self.block), stream="train", **self.shape
+            )
             rows = np.concatenate([e.support.reshape(self.block, -1), e.query.reshape(self.block, -1)], 1)
             self.at, self.z = b, self.features.take("train", rows, seed=self.seed, index=b).to(self.device)
         return self.z[k]
 
 # %% ../nbs/16_train_fewshot.ipynb #91897d2b
 _QUERIES = ("q", "s", "G")
-_WAITS = ("layer.h", "layer.W_Q", "layer.W_M", "frame.0", "frame.1", *(f"queries.{k}" for k in _QUERIES))     # stay as they are within a block
+_WAITS = (
+    "layer.h",
+    "layer.W_Q",
+    "layer.W_M",
+    "frame.0",
+    "frame.1",
+    *(f"queries.{k}" for k in _QUERIES),
+)  # stay as they are within a block
+
 
 class FewshotModel:
     "Layer and head in training, and their state as tensors."
+
     def __init__(self, layer, head, rates, device="cpu"):
-        self.layer, self.head, self.rates, self.device, self.log = layer.to(device).train(), head.to(device), rates, device, {}
+        self.layer, self.head, self.rates, self.device, self.log = (
+            layer.to(device).train(),
+            head.to(device),
+            rates,
+            device,
+            {},
+        )
         self.optimiser = FlatSGD(list(head.params()), rates.nu_sib, rates.momentum, rates.decay)
         self.used = torch.zeros(getattr(layer, "M", 0), dtype=torch.long, device=device)
-        self.run, self.block, self.first, self.count, self.start = None, block_length(layer), 0, 0, {}   # episodes `first` to `first + count` are pending; the state before them
+        self.run, self.block, self.first, self.count, self.start = (
+            None,
+            block_length(layer),
+            0,
+            0,
+            {},
+        )  # episodes `first` to `first + count` are pending; the state before them
 
     def settle(self):
         "Write what is pending into the weights."
-        if self.run: self.run.write_()
+        if self.run:
+            self.run.write_()
         self.count, self.start = 0, {}
 
-    def modules(self) -> dict: return module_tensors(self.layer, "layer.") | {k: v.clone() for k, v in module_tensors(self.head, "head.").items()}
+    def modules(self) -> dict:
+        return module_tensors(self.layer, "layer.") | {
+            k: v.clone() for k, v in module_tensors(self.head, "head.").items()
+        }
 
     def weights(self) -> dict:
         "Layer and head."
@@ -124,46 +186,88 @@ class FewshotModel:
     def state(self) -> dict:
         "What a step moves, at the start of a block; h and W_Q may be those of an earlier one, with a frame that tells what has become of them."
         own, also = moving_queries(self.layer) if len(self.used) else None, {}
-        if own: also = {f"queries.{k}": getattr(own, k) for k in _QUERIES} | {f"frame.{i}": t for i, t in enumerate(own.frame or ())}
+        if own:
+            also = {f"queries.{k}": getattr(own, k) for k in _QUERIES} | {
+                f"frame.{i}": t for i, t in enumerate(own.frame or ())
+            }
         return self.modules() | {"momentum": self.optimiser.buffer, "used": self.used} | also
 
     def tensors(self) -> dict:
         "All that a resumed run needs."
-        return (self.start if self.count else self.state()) | {"again": torch.tensor([self.first, self.count])} | self.log
+        return (
+            (self.start if self.count else self.state()) | {"again": torch.tensor([self.first, self.count])} | self.log
+        )
 
     def load_weights(self, tensors):
-        self.settle()           # what is pending belongs to the weights that go
-        for m, prefix in ((self.layer, "layer."), (self.head, "head.")): load_module(m, tensors, prefix)
+        self.settle()  # what is pending belongs to the weights that go
+        for m, prefix in ((self.layer, "layer."), (self.head, "head.")):
+            load_module(m, tensors, prefix)
 
     def load(self, tensors):
         "Take a state back."
         self.load_weights(tensors)
-        self.optimiser.buffer.copy_(tensors["momentum"]); self.used.copy_(tensors["used"])
+        self.optimiser.buffer.copy_(tensors["momentum"])
+        self.used.copy_(tensors["used"])
         own = moving_queries(self.layer) if len(self.used) else None
-        same = lambda t: torch.empty(t.shape, dtype=t.dtype, device=self.device).copy_(t)     # in memory of torch's own: products may round differently elsewhere
-        for k in _QUERIES if own else (): setattr(own, k, same(tensors[f"queries.{k}"]))
-        if "frame.0" in tensors: own.frame = same(tensors["frame.0"]), same(tensors["frame.1"])
-        self.log, (first, count), self.count = {k: v for k, v in tensors.items() if k.startswith("log.")}, tensors["again"].tolist(), 0
-        for i in range(first, first + count): self.step(i)
+        same = lambda t: torch.empty(t.shape, dtype=t.dtype, device=self.device).copy_(
+            t
+        )  # in memory of torch's own: products may round differently elsewhere
+        for k in _QUERIES if own else ():
+            setattr(own, k, same(tensors[f"queries.{k}"]))
+        if "frame.0" in tensors:
+            own.frame = same(tensors["frame.0"]), same(tensors["frame.1"])
+        self.log, (first, count), self.count = (
+            {k: v for k, v in tensors.items() if k.startswith("log.")},
+            tensors["again"].tolist(),
+            0,
+        )
+        for i in range(first, first + count):
+            self.step(i)
 
 # %% ../nbs/16_train_fewshot.ipynb #2cdfffbe
 def fixed_episodes(features, split, n, n_way=5, n_shot=1, n_query=15):
     "The same `n` episodes of a split for every method and seed."
-    return draw_episodes(features.class_rows(split), 0, range(n), n_way=n_way, n_shot=n_shot, n_query=n_query, stream=split)
+    return draw_episodes(
+        features.class_rows(split), 0, range(n), n_way=n_way, n_shot=n_shot, n_query=n_query, stream=split
+    )
 
 # %% ../nbs/16_train_fewshot.ipynb #33ccb767
 class FewshotBlocks(FewshotModel):
     "Iterations on the features of a frozen backbone, in blocks of episodes."
-    def __init__(self, layer, head, features, n_shot=1, seed=0, protocol=Protocol(), rates=None, n_query=15, val_episodes=1000, device="cpu", keep_best=False):
+
+    def __init__(
+        self,
+        layer,
+        head,
+        features,
+        n_shot=1,
+        seed=0,
+        protocol=Protocol(),
+        rates=None,
+        n_query=15,
+        val_episodes=1000,
+        device="cpu",
+        keep_best=False,
+    ):
         super().__init__(layer, head, rates or paper_rates(), device)
-        self.features, self.seed, self.best = features, seed, (-1., {}) if keep_best else None
-        layer.threads = torch.get_num_threads()       # those of the caller, before the loop goes down to one
+        self.features, self.seed, self.best = features, seed, (-1.0, {}) if keep_best else None
+        layer.threads = torch.get_num_threads()  # those of the caller, before the loop goes down to one
         self.feed = EpisodeFeed(features, seed, head.n_way, n_shot, n_query, device)
         self.val = fixed_episodes(features, "val", val_episodes, head.n_way, n_shot, n_query)
         ys, self.yq = (torch.arange(head.n_way, device=device).repeat_interleave(k) for k in (n_shot, n_query))
         onehot = lambda y: F.one_hot(y, head.n_way).to(head.w.dtype)
-        self.t = Episodic(SIBParams(*(p.detach() for p in head.params())), head.average(n_shot), len(ys), onehot(ys), onehot(self.yq),
-                          head.steps, head.eps, self.rates, protocol.aim_update, protocol.adapt and not isinstance(layer, Identity))
+        self.t = Episodic(
+            SIBParams(*(p.detach() for p in head.params())),
+            head.average(n_shot),
+            len(ys),
+            onehot(ys),
+            onehot(self.yq),
+            head.steps,
+            head.eps,
+            self.rates,
+            protocol.aim_update,
+            protocol.adapt and not isinstance(layer, Identity),
+        )
         self.run = episodes(layer, self.t.n if self.t.adapt else 0)
 
     def begin(self, i):
@@ -172,46 +276,68 @@ class FewshotBlocks(FewshotModel):
         z, rngs = [self.feed[j] for j in at], [torch_rng(self.seed, "ranks", j) for j in at]
         ranks = [[self.layer.draw_ranks(g, rows) for rows in (self.t.n, len(z[0]))] for g in rngs]
         self.run.begin(torch.stack(z), *map(list, zip(*ranks)))
-        if self.block > 1: self.start = {k: v if k in _WAITS else v.clone() for k, v in self.state().items()}
+        if self.block > 1:
+            self.start = {k: v if k in _WAITS else v.clone() for k, v in self.state().items()}
         self.first, self.count, self.last = i, 0, at[-1]
 
     def step(self, i):
         "One iteration on episode `i`."
-        if not self.count or i > self.last or i != self.first + self.count: self.begin(i)
+        if not self.count or i > self.last or i != self.first + self.count:
+            self.begin(i)
         steps = self.run[self.count]
         s, grads = double_step(self.t, steps)
-        self.optimiser.step(grads); self.count += 1
-        if len(self.used): self.used += steps.mask.sum(0)
-        if self.block == 1: self.count = 0        # nothing is pending
+        self.optimiser.step(grads)
+        self.count += 1
+        if len(self.used):
+            self.used += steps.mask.sum(0)
+        if self.block == 1:
+            self.count = 0  # nothing is pending
         return dict(loss=F.cross_entropy(s, self.yq), acc=(s.argmax(1) == self.yq).float().mean())
 
 # %% ../nbs/16_train_fewshot.ipynb #6ce1d80c
 class FewshotTrainee(FewshotBlocks):
     "SIB, SIB + Linear or SIB + AIM in training."
+
     def step(self, i):
         "One iteration on episode `i`."
-        if i == 0 and len(self.used): self.note_use(0, self.score("val", self.val))
+        if i == 0 and len(self.used):
+            self.note_use(0, self.score("val", self.val))
         return super().step(i)
 
     def score(self, split, episodes, decision=None):
         "The score of some episodes at the present weights."
         self.settle()
         use = len(self.features.class_rows(split)) if len(self.used) else 0
-        with threads(getattr(self.layer, "threads", 0)): return evaluate(self.layer, self.head, self.features.tensor(split).to(self.device), episodes, adapt=self.t.adapt, lr=self.rates.nu_in, decision=decision, use=use)
+        with threads(getattr(self.layer, "threads", 0)):
+            return evaluate(
+                self.layer,
+                self.head,
+                self.features.tensor(split).to(self.device),
+                episodes,
+                adapt=self.t.adapt,
+                lr=self.rates.nu_in,
+                decision=decision,
+                use=use,
+            )
 
     def note_use(self, n, score) -> int:
         "Log which mechanisms the validation classes use; returns how many are in use, with a warning if they are one fixed set."
         self.log |= {f"log.{n:07d}.{k}": v.cpu() for k, v in score.use._asdict().items()}
         used, a = int((score.use.mask > 0).any(0).sum()), self.layer
-        if a.decision == "hard" and used < min(a.K + 1, a.M): warnings.warn(f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set.")
+        if a.decision == "hard" and used < min(a.K + 1, a.M):
+            warnings.warn(
+                f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set."
+            )
         return used
 
     def validate(self, n):
         "Accuracy on the fixed validation episodes."
         score = self.score("val", self.val)
         row = dict(accuracy=score.mean, ci95=score.ci95)
-        if len(self.used): row["used"] = self.note_use(n, score)
-        if self.best and score.mean > self.best[0]: self.best = score.mean, {k: v.clone() for k, v in self.weights().items()}   # where no checkpoint does it
+        if len(self.used):
+            row["used"] = self.note_use(n, score)
+        if self.best and score.mean > self.best[0]:
+            self.best = score.mean, {k: v.clone() for k, v in self.weights().items()}  # where no checkpoint does it
         return row
 
 # %% ../nbs/16_train_fewshot.ipynb #5c4f833c
@@ -219,26 +345,44 @@ def fewshot_width(d_in) -> int:
     "AIM's output width in the paper: 400 for Conv-4-64 on 32-pixel images (256 features), 800 for anything wider."
     return 400 if d_in <= 256 else 800
 
+
 def make_layer(method, d_in, d_out=0, M=32, K=8, l=2, protocol=Protocol(), seed=0):
     "What stands between backbone and head."
     check_choice("method", method, FEWSHOT_METHODS)
-    if method == "sib": return Identity(d_in)
-    decision = "soft" if protocol.decision == "soft" else "hard"       # soft-test is hard in training
-    aim = AIM(d_in, d_out or fewshot_width(d_in), M, K, 0 if decision == "soft" else l, gate=protocol.gate, decision=decision, select=protocol.select, generator=torch_rng(seed, "aim"))
+    if method == "sib":
+        return Identity(d_in)
+    decision = "soft" if protocol.decision == "soft" else "hard"  # soft-test is hard in training
+    aim = AIM(
+        d_in,
+        d_out or fewshot_width(d_in),
+        M,
+        K,
+        0 if decision == "soft" else l,
+        gate=protocol.gate,
+        decision=decision,
+        select=protocol.select,
+        generator=torch_rng(seed, "aim"),
+    )
     return aim if method == "sib+aim" else linear_twin(aim, generator=torch_rng(seed, "linear"))
 
 # %% ../nbs/16_train_fewshot.ipynb #16f5c1f1
 class FewshotResult(NamedTuple):
     "A trained model and how it came about."
-    layer: object; head: SIBHead   # at the best weights
-    history: list                  # a row a validation
+
+    layer: object
+    head: SIBHead  # at the best weights
+    history: list  # a row a validation
     metrics: dict
-    log: dict                      # step (T,), score and mask (T, classes, M), used (M,)
+    log: dict  # step (T,), score and mask (T, classes, M), used (M,)
+
 
 def read_uses(log) -> dict:
     "The log of mechanism use as arrays over time."
     steps = sorted({int(k.split(".")[1]) for k in log})
-    return {"step": torch.tensor(steps, dtype=torch.long), **{k: torch.stack([log[f"log.{n:07d}.{k}"] for n in steps]) for k in ("score", "mask") if steps}}
+    return {
+        "step": torch.tensor(steps, dtype=torch.long),
+        **{k: torch.stack([log[f"log.{n:07d}.{k}"] for n in steps]) for k in ("score", "mask") if steps},
+    }
 
 # %% ../nbs/16_train_fewshot.ipynb #121b597f
 def score_last_and_best(trainee, history, checkpoints, episodes, decision=None) -> dict:
@@ -248,87 +392,175 @@ def score_last_and_best(trainee, history, checkpoints, episodes, decision=None) 
         trainee.load_weights(checkpoints.best().tensors if checkpoints else trainee.best[1])
         best = trainee.score("test", episodes, decision)
     best = best or last
-    return dict(accuracy=best.mean, ci95=best.ci95, accuracy_last=last.mean, ci95_last=last.ci95, episodes=len(best.accuracy), hits=pack_hits(best.accuracy, episodes.query[0].size),
-                val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"], best_step=history.best_step)
+    return dict(
+        accuracy=best.mean,
+        ci95=best.ci95,
+        accuracy_last=last.mean,
+        ci95_last=last.ci95,
+        episodes=len(best.accuracy),
+        hits=pack_hits(best.accuracy, episodes.query[0].size),
+        val_accuracy=history.best["accuracy"],
+        val_last=history.last["accuracy"],
+        best_step=history.best_step,
+    )
+
 
 def model_metrics(trainee) -> dict:
     "The model's sizes and how much of AIM was in use."
-    sizes = {f"parameters_{k}": sum(p.numel() for p in m.parameters()) for k, m in (("layer", trainee.layer), ("head", trainee.head))}
-    used = dict(mechanisms_used=int((trainee.used > 0).sum()), use_counts=trainee.used.tolist()) if len(trainee.used) else {}
-    return dict(d_in=trainee.features.d, d_out=trainee.layer.d_out, views=trainee.features.n_views("train"), **sizes, **used)
+    sizes = {
+        f"parameters_{k}": sum(p.numel() for p in m.parameters())
+        for k, m in (("layer", trainee.layer), ("head", trainee.head))
+    }
+    used = (
+        dict(mechanisms_used=int((trainee.used > 0).sum()), use_counts=trainee.used.tolist())
+        if len(trainee.used)
+        else {}
+    )
+    return dict(
+        d_in=trainee.features.d, d_out=trainee.layer.d_out, views=trainee.features.n_views("train"), **sizes, **used
+    )
 
 # %% ../nbs/16_train_fewshot.ipynb #22211793
 def train_fewshot(
-    features,            # FeatureBank, or {"train": (X, y), "val": ..., "test": ...}
-    method="sib+aim",    # sib | sib+linear | sib+aim
-    n_shot=1, seed=0,
-    budget="quick",      # name or Budget
-    protocol=Protocol(), # the switches
-    M=32, K=8, l=2, d_out=0, # AIM (d_out 0: the paper's width)
-    n_way=5, n_query=15, rates=None,
-    callbacks=(), checkpoints=None, save_every=0, fresh=None, device="cpu", desc="",
+    features,  # FeatureBank, or {"train": (X, y), "val": ..., "test": ...}
+    method="sib+aim",  # sib | sib+linear | sib+aim
+    n_shot=1,
+    seed=0,
+    budget="quick",  # name or Budget
+    protocol=Protocol(),  # the switches
+    M=32,
+    K=8,
+    l=2,
+    d_out=0,  # AIM (d_out 0: the paper's width)
+    n_way=5,
+    n_query=15,
+    rates=None,
+    callbacks=(),
+    checkpoints=None,
+    save_every=0,
+    fresh=None,
+    device="cpu",
+    desc="",
 ) -> FewshotResult:
     "Meta-train on episodes of the train split, validate as it goes, test last and best."
     check_sizes(n_way=n_way, n_shot=n_shot, n_query=n_query)
-    if isinstance(features, dict): features = features_from_arrays(**features)
+    if isinstance(features, dict):
+        features = features_from_arrays(**features)
     b = budget if isinstance(budget, Budget) else named_budget(budget, "fewshot")
-    if protocol.aim_update == "algorithm1" and not protocol.adapt and method != "sib": raise AimError("aim_update='algorithm1' with adapt=False would never move the layer; change one of them.")
+    if protocol.aim_update == "algorithm1" and not protocol.adapt and method != "sib":
+        raise AimError("aim_update='algorithm1' with adapt=False would never move the layer; change one of them.")
     layer = make_layer(method, features.d, d_out, M, K, l, protocol, seed)
     head = SIBHead(layer.d_out, n_way, protocol.sib_steps, generator=torch_rng(seed, "head"))
-    trainee = FewshotTrainee(layer, head, features, n_shot, seed, protocol, rates, n_query, b.val_episodes, device, keep_best=checkpoints is None)
-    with threads(1 if features.n_views("train") else 0): history = run_loop(trainee, b.steps, b.val_every, checkpoints, save_every, callbacks, desc or f"{method} {n_shot}-shot", fresh=fresh)
+    trainee = FewshotTrainee(
+        layer,
+        head,
+        features,
+        n_shot,
+        seed,
+        protocol,
+        rates,
+        n_query,
+        b.val_episodes,
+        device,
+        keep_best=checkpoints is None,
+    )
+    with threads(1 if features.n_views("train") else 0):
+        history = run_loop(
+            trainee,
+            b.steps,
+            b.val_every,
+            checkpoints,
+            save_every,
+            callbacks,
+            desc or f"{method} {n_shot}-shot",
+            fresh=fresh,
+        )
     sizes, log = model_metrics(trainee), read_uses(trainee.log) | {"used": trainee.used.cpu()}
     test = fixed_episodes(features, "test", b.test_episodes, n_way, n_shot, n_query)
-    metrics = score_last_and_best(trainee, history, checkpoints, test, "soft" if protocol.decision == "soft-test" and method == "sib+aim" else None)
+    metrics = score_last_and_best(
+        trainee,
+        history,
+        checkpoints,
+        test,
+        "soft" if protocol.decision == "soft-test" and method == "sib+aim" else None,
+    )
     return FewshotResult(layer.eval(), head, history, metrics | sizes, log)
 
 # %% ../nbs/16_train_fewshot.ipynb #31b843f5
 class Curves:
     "Send validation rows to TensorBoard where it is installed, else to `curves.csv` in the same folder."
+
     def __init__(self, folder):
-        self.folder = Path(folder); self.folder.mkdir(parents=True, exist_ok=True)
-        try: from torch.utils.tensorboard import SummaryWriter
-        except ImportError: self.writer = None
-        else: self.writer = SummaryWriter(str(folder))
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self.writer = None
+        else:
+            self.writer = SummaryWriter(str(folder))
 
     def __call__(self, row):
         values = {k: v for k, v in row.items() if isinstance(v, (int, float))}
-        if self.writer is None: return self.to_csv(values)
+        if self.writer is None:
+            return self.to_csv(values)
         for k, v in values.items():
-            if k != "step": self.writer.add_scalar(k, v, row["step"])
+            if k != "step":
+                self.writer.add_scalar(k, v, row["step"])
         self.writer.flush()
 
     def to_csv(self, values):
-        path = self.folder/"curves.csv"; new = not path.exists()
+        path = self.folder / "curves.csv"
+        new = not path.exists()
         with open(path, "a", newline="") as f:
             w = csv.DictWriter(f, list(values), extrasaction="ignore")
-            if new: w.writeheader()
+            if new:
+                w.writeheader()
             w.writerow(values)
 
 # %% ../nbs/16_train_fewshot.ipynb #f396de7a
-_MATTERS = dict(sib=("sib_steps",), linear=("sib_steps", "aim_update", "adapt"), aim=("sib_steps", "aim_update", "adapt", "gate", "decision", "select"))
+_MATTERS = dict(
+    sib=("sib_steps",),
+    linear=("sib_steps", "aim_update", "adapt"),
+    aim=("sib_steps", "aim_update", "adapt", "gate", "decision", "select"),
+)
+
 
 def relevant(method, protocol) -> Protocol:
     "The protocol with every switch that this method does not have at its default."
     return Protocol(**{k: getattr(protocol, k) for k in _MATTERS[method.split("+")[-1]]})
 
+
 def fewshot_identity(dataset, method, seed, budget, protocol, data_sha, backbone, M, K, l, **others) -> dict:
     "The question that a run answers."
-    sizes = {"sib": {}, "sib+linear": dict(M=M), "sib+aim": dict(M=M, K=K, l=0 if protocol.decision == "soft" else l)}[method]
-    return dict(task="fewshot", dataset=dataset, method=method, seed=seed, budget=budget.asdict(), protocol=relevant(method, protocol).asdict(),
-                parameters=dict(backbone=backbone, **sizes, **others), data_sha=data_sha)
+    sizes = {"sib": {}, "sib+linear": dict(M=M), "sib+aim": dict(M=M, K=K, l=0 if protocol.decision == "soft" else l)}[
+        method
+    ]
+    return dict(
+        task="fewshot",
+        dataset=dataset,
+        method=method,
+        seed=seed,
+        budget=budget.asdict(),
+        protocol=relevant(method, protocol).asdict(),
+        parameters=dict(backbone=backbone, **sizes, **others),
+        data_sha=data_sha,
+    )
 
 # %% ../nbs/16_train_fewshot.ipynb #6b8cee06
 def training_checkpoints(identity):
     "The checkpoints of the training behind a record (or of one with the same identity fields)."
     keys = ("task", "dataset", "method", "seed", "budget", "protocol", "parameters", "data_sha")
     own = {k: identity[k] for k in keys}
-    if own["protocol"]["decision"] == "soft-test": own = own | {"protocol": own["protocol"] | {"decision": "hard"}}
+    if own["protocol"]["decision"] == "soft-test":
+        own = own | {"protocol": own["protocol"] | {"decision": "hard"}}
     return run_checkpoints("fewshot", own)
+
 
 def log_path(record) -> Path:
     "Where the log of mechanism use of a record's run lies."
-    return runs_dir()/"logs"/f"fewshot-{record['key']}.safetensors"
+    return runs_dir() / "logs" / f"fewshot-{record['key']}.safetensors"
+
 
 def read_log(record) -> tuple:
     "The log of mechanism use: arrays over validations, and a dict that names the validation classes."
@@ -336,50 +568,127 @@ def read_log(record) -> tuple:
 
 # %% ../nbs/16_train_fewshot.ipynb #c7edf78a
 def run_fewshot(
-    dataset="glyphs",      # a bank's name, or folder:PATH
-    backbone="conv4",      # conv4 | wrn-28-10, or a module of your own
-    method="sib+aim", n_shot=1, seed=0,
-    budget="quick",        # smoke | quick | paper | paper@N, or a Budget
-    protocol=Protocol(),   # the switches
-    M=32, K=8, l=2, d_out=0, steps=0,  # steps, d_out 0: the budget's, the paper's
-    n_way=5, n_query=15, backbone_seed=0,
-    data_root="", device="cpu", fresh=None, callbacks=(), notebook="20_fewshot",
+    dataset="glyphs",  # a bank's name, or folder:PATH
+    backbone="conv4",  # conv4 | wrn-28-10, or a module of your own
+    method="sib+aim",
+    n_shot=1,
+    seed=0,
+    budget="quick",  # smoke | quick | paper | paper@N, or a Budget
+    protocol=Protocol(),  # the switches
+    M=32,
+    K=8,
+    l=2,
+    d_out=0,
+    steps=0,  # steps, d_out 0: the budget's, the paper's
+    n_way=5,
+    n_query=15,
+    backbone_seed=0,
+    data_root="",
+    device="cpu",
+    fresh=None,
+    callbacks=(),
+    notebook="20_fewshot",
 ) -> dict:
     "The record of one run: found if it was done before, else pretrained, trained, tested and written."
-    check_choice("method", method, FEWSHOT_METHODS); device = str(pick_device(device))
+    check_choice("method", method, FEWSHOT_METHODS)
+    device = str(pick_device(device))
     b = budget if isinstance(budget, Budget) else named_budget(budget, "fewshot", dataset, steps)
     bank = open_bank(dataset, data_root).first(b.classes)
     prepare = lambda: pretrained_backbone(bank, backbone, b, seed=backbone_seed, device=device)
     net, info = (None, None) if isinstance(backbone, str) else prepare()
-    identity = fewshot_identity(dataset, method, seed, b, protocol, bank.sha, backbone if net is None else f"own-{info['sha']}", M, K, l,
-                                n_shot=n_shot, n_way=n_way, n_query=n_query, backbone_seed=backbone_seed, d_out=d_out, views=b.views)
-    if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)): return found
-    if net is None: net, info = prepare()
-    return _train_and_record(identity, feature_bank(net, bank, views=b.views, device=device), info, bank, b, protocol, device, fresh, callbacks, notebook)
+    identity = fewshot_identity(
+        dataset,
+        method,
+        seed,
+        b,
+        protocol,
+        bank.sha,
+        backbone if net is None else f"own-{info['sha']}",
+        M,
+        K,
+        l,
+        n_shot=n_shot,
+        n_way=n_way,
+        n_query=n_query,
+        backbone_seed=backbone_seed,
+        d_out=d_out,
+        views=b.views,
+    )
+    if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)):
+        return found
+    if net is None:
+        net, info = prepare()
+    return _train_and_record(
+        identity,
+        feature_bank(net, bank, views=b.views, device=device),
+        info,
+        bank,
+        b,
+        protocol,
+        device,
+        fresh,
+        callbacks,
+        notebook,
+    )
 
 # %% ../nbs/16_train_fewshot.ipynb #c48e3c29
 def _train_and_record(identity, features, info, bank, b, protocol, device, fresh, callbacks, notebook) -> dict:
     "Train, test, write the record and the log of mechanism use."
     q = identity["parameters"]
-    r = train_fewshot(features, identity["method"], q["n_shot"], identity["seed"], b, protocol, q.get("M", 32), q.get("K", 8), q.get("l", 0), q["d_out"], q["n_way"], q["n_query"],
-        callbacks=callbacks, checkpoints=training_checkpoints(identity), fresh=fresh, device=device, desc=f"{identity['dataset']} {identity['method']} {q['n_shot']}-shot seed {identity['seed']}")
+    r = train_fewshot(
+        features,
+        identity["method"],
+        q["n_shot"],
+        identity["seed"],
+        b,
+        protocol,
+        q.get("M", 32),
+        q.get("K", 8),
+        q.get("l", 0),
+        q["d_out"],
+        q["n_way"],
+        q["n_query"],
+        callbacks=callbacks,
+        checkpoints=training_checkpoints(identity),
+        fresh=fresh,
+        device=device,
+        desc=f"{identity['dataset']} {identity['method']} {q['n_shot']}-shot seed {identity['seed']}",
+    )
     metrics = r.metrics | {"backbone": {k: info[k] for k in ("key", "sha", "accuracy", "source") if k in info}}
-    rec = new_record(**{**identity, "budget": b, "protocol": relevant(identity["method"], protocol)}, metrics=metrics, history=list(r.history), notebook=notebook, seconds=r.history.seconds, device=device)
-    if len(r.log["used"]): save_tensors(log_path(rec), r.log, dict(record=rec["key"], classes=[bank.class_names[c] for c in bank.classes("val")], of="validation queries after adaptation"))
+    rec = new_record(
+        **{**identity, "budget": b, "protocol": relevant(identity["method"], protocol)},
+        metrics=metrics,
+        history=list(r.history),
+        notebook=notebook,
+        seconds=r.history.seconds,
+        device=device,
+    )
+    if len(r.log["used"]):
+        save_tensors(
+            log_path(rec),
+            r.log,
+            dict(
+                record=rec["key"],
+                classes=[bank.class_names[c] for c in bank.classes("val")],
+                of="validation queries after adaptation",
+            ),
+        )
     save_record(rec)
     return rec
 
 # %% ../nbs/16_train_fewshot.ipynb #b16c16dc
 def load_fewshot(
-    record,      # of `run_fewshot`
-    which="best", # best | last
+    record,  # of `run_fewshot`
+    which="best",  # best | last
 ) -> tuple:
     "Layer and head of a finished run, from its checkpoints."
     q, m, protocol = record["parameters"], record["metrics"], Protocol(**record["protocol"])
     ck = training_checkpoints(record)
     saved = ck.best() or ck.shipped() if check_choice("which", which, ("best", "last")) == "best" else ck.latest()
-    if saved is None: raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
+    if saved is None:
+        raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
     layer = make_layer(record["method"], m["d_in"], q["d_out"], q.get("M", 32), q.get("K", 8), q.get("l", 0), protocol)
     head = SIBHead(layer.d_out, q["n_way"], protocol.sib_steps)
-    for module, prefix in ((layer, "layer."), (head, "head.")): load_module(module, saved.tensors, prefix)
+    for module, prefix in ((layer, "layer."), (head, "head.")):
+        load_module(module, saved.tensors, prefix)
     return layer.eval(), head

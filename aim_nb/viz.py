@@ -26,60 +26,107 @@ __all__ = ['CARD', 'INK', 'FAINT', 'METHOD_STYLE', 'CYCLE', 'RC', 'Card', 'style
 
 # %% ../nbs/17_viz.ipynb #843f064a
 CARD, INK, FAINT = "#fbfbf9", "#222222", "#c9c9c4"
-_STYLES = {"sib": ("#2A9D5C", "o", "-"), "sib+linear": ("#6E6E6E", "D", "-."), "sib+aim": ("#0B3D2E", "s", "-"),
-           "oml": ("#2F90D4", "o", "-"), "oml+linear": ("#858585", "D", "-."), "oml+aim": ("#332288", "s", "-"),
-           "anml": ("#B8860B", "^", "-"), "anml+aim": ("#7F0000", "v", "-")}
+_STYLES = {
+    "sib": ("#2A9D5C", "o", "-"),
+    "sib+linear": ("#6E6E6E", "D", "-."),
+    "sib+aim": ("#0B3D2E", "s", "-"),
+    "oml": ("#2F90D4", "o", "-"),
+    "oml+linear": ("#858585", "D", "-."),
+    "oml+aim": ("#332288", "s", "-"),
+    "anml": ("#B8860B", "^", "-"),
+    "anml+aim": ("#7F0000", "v", "-"),
+}
 METHOD_STYLE = {m: dict(color=c, marker=k, linestyle=l) for m, (c, k, l) in _STYLES.items()}
-CYCLE = ["#2F90D4", "#7F0000", "#2A9D5C", "#B8860B", "#332288", "#C2519B", "#0B3D2E", "#6E6E6E"]    # for anything but methods
+CYCLE = [
+    "#2F90D4",
+    "#7F0000",
+    "#2A9D5C",
+    "#B8860B",
+    "#332288",
+    "#C2519B",
+    "#0B3D2E",
+    "#6E6E6E",
+]  # for anything but methods
 
 # %% ../nbs/17_viz.ipynb #16cce4ca
-RC = {"figure.facecolor": CARD, "axes.facecolor": CARD, "savefig.facecolor": CARD, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
-      "xtick.color": INK, "ytick.color": INK, "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False,
-      "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 8, "lines.markersize": 5, "figure.dpi": 90, "svg.hashsalt": "aim_nb"}
+RC = {
+    "figure.facecolor": CARD,
+    "axes.facecolor": CARD,
+    "savefig.facecolor": CARD,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.markersize": 5,
+    "figure.dpi": 90,
+    "svg.hashsalt": "aim_nb",
+}
+
 
 class Card(Figure):
     "A figure that shows itself in a notebook as a small PNG."
-    def __init__(self, *args, **kwargs): super().__init__(*args, **kwargs)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
 
     def png(self, colours=256) -> bytes:
         "The picture as PNG with a palette."
-        with plt.rc_context(RC): self.savefig(full := io.BytesIO(), format="png", dpi=RC["figure.dpi"], bbox_inches="tight")
-        Image.open(full).convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(small := io.BytesIO(), format="png", optimize=True)
+        with plt.rc_context(RC):
+            self.savefig(full := io.BytesIO(), format="png", dpi=RC["figure.dpi"], bbox_inches="tight")
+        Image.open(full).convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(
+            small := io.BytesIO(), format="png", optimize=True
+        )
         return small.getvalue()
 
     def _ipython_display_(self):
         from IPython.display import display
+
         display({"image/png": base64.b64encode(self.png()).decode(), "text/plain": repr(self)}, raw=True)
+
 
 def styled(draw):
     "Run a figure function in the project's style and close its figure."
+
     @functools.wraps(draw)
     def inner(*args, **kwargs):
         with plt.rc_context(RC):
             fig = draw(*args, **kwargs)
-            fig.__class__ = Card; plt.close(fig)
+            fig.__class__ = Card
+            plt.close(fig)
         return fig
+
     return inner
 
 # %% ../nbs/17_viz.ipynb #25b1c38b
 def figure_name(
-    label,      # the paper's, such as "fig:latency_comparison"
-    dataset="", # appended unless the label already holds it
+    label,  # the paper's, such as "fig:latency_comparison"
+    dataset="",  # appended unless the label already holds it
 ) -> str:
     "The file name of a figure: the paper's label, then the dataset."
     stem = label.removeprefix("fig:").removeprefix("tab:")
     return f"{stem}_{dataset}" if dataset else stem
 
+
 def save_fig(
     fig,
-    name,     # as from `figure_name`
-    dir=None, # default: figures/ under the runs
+    name,  # as from `figure_name`
+    dir=None,  # default: figures/ under the runs
 ) -> list:
     "Write `name`.png and `name`.svg and return their paths."
-    if not re.fullmatch(r"[\w.+-]+", name): raise AimError(f"figure name {name!r} should have only letters, digits and _ . + -")
-    paths = [Path(dir or runs_dir()/"figures")/f"{name}.{kind}" for kind in ("png", "svg")]
+    if not re.fullmatch(r"[\w.+-]+", name):
+        raise AimError(f"figure name {name!r} should have only letters, digits and _ . + -")
+    paths = [Path(dir or runs_dir() / "figures") / f"{name}.{kind}" for kind in ("png", "svg")]
     for path, meta in zip(paths, ({"Software": None}, {"Date": None, "Creator": "aim_nb"})):
-        with plt.rc_context(RC): fig.savefig(data := io.BytesIO(), format=path.suffix[1:], dpi=150, bbox_inches="tight", metadata=meta)
+        with plt.rc_context(RC):
+            fig.savefig(data := io.BytesIO(), format=path.suffix[1:], dpi=150, bbox_inches="tight", metadata=meta)
         atomic_write(path, data.getvalue())
     return paths
 
@@ -87,40 +134,65 @@ def save_fig(
 def _one_budget(frame):
     "The rows that were run, if they are of one budget."
     ran = frame[frame.ours.notna()]
-    if ran.empty: raise AimError("there are no runs to draw; run the notebook or choose another dataset.")
-    if len(set(zip(ran.budget, ran.steps, ran.variant))) > 1: raise AimError("the table mixes budgets or variants; keep the rows of one, as in table[table.budget == 'quick'].")
+    if ran.empty:
+        raise AimError("there are no runs to draw; run the notebook or choose another dataset.")
+    if len(set(zip(ran.budget, ran.steps, ran.variant))) > 1:
+        raise AimError(
+            "the table mixes budgets or variants; keep the rows of one, as in table[table.budget == 'quick']."
+        )
     return ran
+
 
 def _legend(fig, handles, columns=None):
     "A legend below the panels, never over data."
-    if handles: fig.legend(handles=handles, loc="outside lower center", ncols=columns or len(handles))
+    if handles:
+        fig.legend(handles=handles, loc="outside lower center", ncols=columns or len(handles))
 
-def _whole(): return MaxNLocator(integer=True, steps=[1, 2, 5, 10])      # ticks for numbers of classes
+
+def _whole():
+    return MaxNLocator(integer=True, steps=[1, 2, 5, 10])  # ticks for numbers of classes
 
 # %% ../nbs/17_viz.ipynb #f7aff841
 @styled
 def fewshot_figure(
-    frame,    # of `fewshot_table`, one budget
+    frame,  # of `fewshot_table`, one budget
     title="",
 ):
     "Few-shot results with 95% intervals, the paper's beside them."
-    ran = _one_budget(frame); shots, both = sorted(ran.n_shot.unique()), ran.paper.notna().any()
-    fig, axes = plt.subplots(1, len(shots), figsize=(3*len(shots) + .6, 3), layout="constrained", squeeze=False)
+    ran = _one_budget(frame)
+    shots, both = sorted(ran.n_shot.unique()), ran.paper.notna().any()
+    fig, axes = plt.subplots(1, len(shots), figsize=(3 * len(shots) + 0.6, 3), layout="constrained", squeeze=False)
     for ax, n in zip(axes[0], shots):
         rows = ran[ran.n_shot == n]
         for i, r in enumerate(rows.itertuples()):
-            s = METHOD_STYLE[r.method]; mark = dict(color=s["color"], marker=s["marker"], capsize=3, ls="none", ms=7)
-            ax.errorbar(i - .12*both, r.ours, r.ci, **mark)
-            if not pd.isna(r.paper): ax.errorbar(i + .12, r.paper, r.paper_ci, **mark, mfc=CARD)
-        ax.set(xticks=range(len(rows)), xticklabels=map(method_label, rows.method), xlim=(-.5, len(rows) - .5), title=f"{n}-shot"); ax.margins(y=.15)
-        ax.grid(axis="y", color=FAINT, lw=.6)
-    axes[0, 0].set_ylabel("test accuracy, %"); fig.suptitle(title, fontsize=10)
-    if both: _legend(fig, [Line2D([], [], color=INK, marker="o", ls="none", mfc=f, label=t) for f, t in ((INK, "ours"), (CARD, "paper"))])
+            s = METHOD_STYLE[r.method]
+            mark = dict(color=s["color"], marker=s["marker"], capsize=3, ls="none", ms=7)
+            ax.errorbar(i - 0.12 * both, r.ours, r.ci, **mark)
+            if not pd.isna(r.paper):
+                ax.errorbar(i + 0.12, r.paper, r.paper_ci, **mark, mfc=CARD)
+        ax.set(
+            xticks=range(len(rows)),
+            xticklabels=map(method_label, rows.method),
+            xlim=(-0.5, len(rows) - 0.5),
+            title=f"{n}-shot",
+        )
+        ax.margins(y=0.15)
+        ax.grid(axis="y", color=FAINT, lw=0.6)
+    axes[0, 0].set_ylabel("test accuracy, %")
+    fig.suptitle(title, fontsize=10)
+    if both:
+        _legend(
+            fig,
+            [
+                Line2D([], [], color=INK, marker="o", ls="none", mfc=f, label=t)
+                for f, t in ((INK, "ours"), (CARD, "paper"))
+            ],
+        )
     return fig
 
 # %% ../nbs/17_viz.ipynb #b5392c18
 def curve(
-    histories, # one list of rows for each seed, each row with "step" and `y`
+    histories,  # one list of rows for each seed, each row with "step" and `y`
     y="accuracy",
 ) -> tuple:
     "Steps that all seeds share, and an array seeds x steps."
@@ -128,10 +200,11 @@ def curve(
     steps = sorted(set.intersection(*map(set, points)))
     return np.array(steps), np.array([[p[s] for s in steps] for p in points], dtype=float)
 
+
 @styled
 def learning_curves(
-    histories,                         # method -> list of histories (one a seed)
-    y="accuracy",                      # which number of a row
+    histories,  # method -> list of histories (one a seed)
+    y="accuracy",  # which number of a row
     ylabel="validation accuracy, %",
     title="",
 ):
@@ -140,8 +213,10 @@ def learning_curves(
     for method, hs in histories.items():
         steps, values = curve(hs, y)
         ax.plot(steps, values.mean(0), **METHOD_STYLE[method], label=method_label(method))
-        if len(values) > 1: ax.fill_between(steps, values.min(0), values.max(0), color=METHOD_STYLE[method]["color"], alpha=.15, lw=0)
-    ax.set(xlabel="training step", ylabel=ylabel, title=title); ax.grid(color=FAINT, lw=.6)
+        if len(values) > 1:
+            ax.fill_between(steps, values.min(0), values.max(0), color=METHOD_STYLE[method]["color"], alpha=0.15, lw=0)
+    ax.set(xlabel="training step", ylabel=ylabel, title=title)
+    ax.grid(color=FAINT, lw=0.6)
     _legend(fig, ax.get_legend_handles_labels()[0])
     return fig
 
@@ -151,80 +226,149 @@ def _paper_panel(ax, dataset, methods):
     for m in methods:
         rows = paper_table("continualz", dataset=dataset, method=m)
         ax.plot([r["n_classes"] for r in rows], [r["accuracy"] for r in rows], **METHOD_STYLE[m])
-    ax.set(title="paper (test)", xlabel="classes learnt"); ax.grid(color=FAINT, lw=.6)
+    ax.set(title="paper (test)", xlabel="classes learnt")
+    ax.grid(color=FAINT, lw=0.6)
+
 
 @styled
 def accuracy_trajectories(
-    curves,     # method -> dict(n, test, train), as from `continual_curve`
-    dataset="", # draws the paper's beside it where the paper has it
+    curves,  # method -> dict(n, test, train), as from `continual_curve`
+    dataset="",  # draws the paper's beside it where the paper has it
     title="ours",
 ):
     "Meta-test accuracy over the number of classes: test solid, train dashed, mean and standard deviation over runs."
     curves, theirs = {m: curves[m] for m in METHODS if m in curves}, bool(paper_table("continualz", dataset=dataset))
-    fig, axes = plt.subplots(1, 1 + theirs, figsize=(4.2*(1 + theirs), 3.2), layout="constrained", sharey=True, squeeze=False)
+    fig, axes = plt.subplots(
+        1, 1 + theirs, figsize=(4.2 * (1 + theirs), 3.2), layout="constrained", sharey=True, squeeze=False
+    )
     for method, c in curves.items():
         s, ax = METHOD_STYLE[method], axes[0, 0]
-        ax.plot(c["n"], c["test"].mean(0), **s | {"linestyle": "-"}); ax.plot(c["n"], c["train"].mean(0), color=s["color"], ls="--", lw=1)
-        ax.fill_between(c["n"], c["test"].mean(0) - c["test"].std(0), c["test"].mean(0) + c["test"].std(0), color=s["color"], alpha=.15, lw=0)
-    axes[0, 0].set(xlabel="classes learnt", ylabel="accuracy, %", xlim=(0, 1.05*max(max(c["n"]) for c in curves.values())), ylim=(0, 102), title=title); axes[0, 0].grid(color=FAINT, lw=.6); axes[0, 0].xaxis.set_major_locator(_whole())
-    if theirs: _paper_panel(axes[0, 1], dataset, curves)
+        ax.plot(c["n"], c["test"].mean(0), **s | {"linestyle": "-"})
+        ax.plot(c["n"], c["train"].mean(0), color=s["color"], ls="--", lw=1)
+        ax.fill_between(
+            c["n"],
+            c["test"].mean(0) - c["test"].std(0),
+            c["test"].mean(0) + c["test"].std(0),
+            color=s["color"],
+            alpha=0.15,
+            lw=0,
+        )
+    axes[0, 0].set(
+        xlabel="classes learnt",
+        ylabel="accuracy, %",
+        xlim=(0, 1.05 * max(max(c["n"]) for c in curves.values())),
+        ylim=(0, 102),
+        title=title,
+    )
+    axes[0, 0].grid(color=FAINT, lw=0.6)
+    axes[0, 0].xaxis.set_major_locator(_whole())
+    if theirs:
+        _paper_panel(axes[0, 1], dataset, curves)
     kinds = [Line2D([], [], color=INK, ls=l, label=t) for l, t in (("-", "test"), ("--", "train"))]
-    _legend(fig, [Line2D([], [], **METHOD_STYLE[m] | {"linestyle": "-"}, label=method_label(m)) for m in curves] + kinds)
+    _legend(
+        fig, [Line2D([], [], **METHOD_STYLE[m] | {"linestyle": "-"}, label=method_label(m)) for m in curves] + kinds
+    )
     return fig
 
 # %% ../nbs/17_viz.ipynb #8db7161e
 def smoothed(
-    ages, # accuracy of each class at the end, in the order they were learnt
+    ages,  # accuracy of each class at the end, in the order they were learnt
 ) -> tuple:
     "How many classes were learnt since, and the running mean of the accuracies over a tenth of the classes."
-    w = max(1, len(ages)//10)
-    return len(ages) - np.arange(len(ages) - w + 1) - (w + 1)/2, np.convolve(ages, np.ones(w)/w, "valid")
+    w = max(1, len(ages) // 10)
+    return len(ages) - np.arange(len(ages) - w + 1) - (w + 1) / 2, np.convolve(ages, np.ones(w) / w, "valid")
+
 
 @styled
 def forgetting_curves(
-    ages,    # method -> accuracy of each class, in the order they were learnt
-    fast={}, # the same where all fast weights move at meta-test; dashed
+    ages,  # method -> accuracy of each class, in the order they were learnt
+    fast={},  # the same where all fast weights move at meta-test; dashed
     title="",
 ):
     "Accuracy at the end over how long ago a class was learnt."
-    (fig, ax), most = plt.subplots(figsize=(6, 3.4), layout="constrained"), max(map(len, [*ages.values(), *fast.values()]))
+    (fig, ax), most = (
+        plt.subplots(figsize=(6, 3.4), layout="constrained"),
+        max(map(len, [*ages.values(), *fast.values()])),
+    )
     for of, ls in ((ages, "-"), (fast, "--")):
-        for m in (m for m in METHODS if m in of): ax.plot(*smoothed(of[m]), color=METHOD_STYLE[m]["color"], ls=ls, label=method_label(m) + (", all fast weights move" if of is fast else "") + (f" ({len(of[m])} classes in all)" if len(of[m]) < most else ""))
-    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title); ax.set_xlim(left=0); ax.grid(color=FAINT, lw=.6); ax.xaxis.set_major_locator(_whole())
+        for m in (m for m in METHODS if m in of):
+            ax.plot(
+                *smoothed(of[m]),
+                color=METHOD_STYLE[m]["color"],
+                ls=ls,
+                label=method_label(m)
+                + (", all fast weights move" if of is fast else "")
+                + (f" ({len(of[m])} classes in all)" if len(of[m]) < most else ""),
+            )
+    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title)
+    ax.set_xlim(left=0)
+    ax.grid(color=FAINT, lw=0.6)
+    ax.xaxis.set_major_locator(_whole())
     _legend(fig, ax.get_legend_handles_labels()[0], columns=3)
     return fig
 
 # %% ../nbs/17_viz.ipynb #60bad649
 @styled
 def length_curves(
-    curves, # method -> steps of meta-training -> {number of classes: accuracy in %}
+    curves,  # method -> steps of meta-training -> {number of classes: accuracy in %}
 ):
     "Accuracy against the length of meta-training, a panel a method; with the plain ones the bands of independent re-runs, at the paper's length."
     full, ticks = hyper("continual")["steps"].value, sorted({s for c in curves.values() for s in c})
-    fig, axes = plt.subplots(1, len(curves), figsize=(2.8*len(curves), 3), sharey=True, layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(
+        1, len(curves), figsize=(2.8 * len(curves), 3), sharey=True, layout="constrained", squeeze=False
+    )
     for ax, (m, c) in zip(axes[0], curves.items()):
         for i, n in enumerate(bands("oml")):
             ax.plot(list(c), [at.get(n, np.nan) for at in c.values()], "o-", color=CYCLE[i], label=f"{n} classes")
-            if "+" not in m: ax.plot([full*1.09**(i - 2)]*2, bands(m)[n], color=CYCLE[i], lw=4, alpha=.6, solid_capstyle="butt")
-        ax.set(title=method_label(m), xlabel="outer steps, thousands", xscale="log", xlim=(.85*ticks[0], 1.45*full), ylim=(0, 100))
-        ax.minorticks_off(); ax.set_xticks([*ticks, full], [f"{t/1000:g}" for t in [*ticks, full]])
-    bar = Line2D([], [], color=INK, lw=4, alpha=.6, solid_capstyle="butt", label="independent re-runs, fully trained (from 2 points below the lower)")
-    axes[0, 0].set_ylabel("accuracy, %"); _legend(fig, [*axes[0, 0].get_legend_handles_labels()[0], bar], columns=3)
+            if "+" not in m:
+                ax.plot(
+                    [full * 1.09 ** (i - 2)] * 2, bands(m)[n], color=CYCLE[i], lw=4, alpha=0.6, solid_capstyle="butt"
+                )
+        ax.set(
+            title=method_label(m),
+            xlabel="outer steps, thousands",
+            xscale="log",
+            xlim=(0.85 * ticks[0], 1.45 * full),
+            ylim=(0, 100),
+        )
+        ax.minorticks_off()
+        ax.set_xticks([*ticks, full], [f"{t / 1000:g}" for t in [*ticks, full]])
+    bar = Line2D(
+        [],
+        [],
+        color=INK,
+        lw=4,
+        alpha=0.6,
+        solid_capstyle="butt",
+        label="independent re-runs, fully trained (from 2 points below the lower)",
+    )
+    axes[0, 0].set_ylabel("accuracy, %")
+    _legend(fig, [*axes[0, 0].get_legend_handles_labels()[0], bar], columns=3)
     return fig
+
 
 @styled
 def rate_curves(
-    rates,     # those tried
-    scores,    # number of classes -> what each rate came to, in %
-    filled=(), # rates whose points are filled
-    by_heart=63, # above so many classes, those of validation, the score is accuracy on the images learnt from: dashed
+    rates,  # those tried
+    scores,  # number of classes -> what each rate came to, in %
+    filled=(),  # rates whose points are filled
+    by_heart=63,  # above so many classes, those of validation, the score is accuracy on the images learnt from: dashed
 ):
     "What each learning rate of a meta-test came to, a line a number of classes."
     fig, ax = plt.subplots(figsize=(6.5, 3), layout="constrained")
     on = np.isin(rates, filled)
     for i, (n, s) in enumerate(scores.items()):
-        ax.plot(rates, s, "o-" if n <= by_heart else "o--", mfc="white", color=CYCLE[i], label=f"{n} classes" + (" (images learnt from)" if n > by_heart else "")); ax.plot(np.array(rates)[on], np.array(s)[on], "o", color=CYCLE[i])
-    ax.set(xscale="log", xlabel="learning rate of the meta-test", ylabel="accuracy to choose by, %", ylim=(0, 100)); ax.legend(loc="center left", bbox_to_anchor=(1, .5))
+        ax.plot(
+            rates,
+            s,
+            "o-" if n <= by_heart else "o--",
+            mfc="white",
+            color=CYCLE[i],
+            label=f"{n} classes" + (" (images learnt from)" if n > by_heart else ""),
+        )
+        ax.plot(np.array(rates)[on], np.array(s)[on], "o", color=CYCLE[i])
+    ax.set(xscale="log", xlabel="learning rate of the meta-test", ylabel="accuracy to choose by, %", ylim=(0, 100))
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return fig
 
 # %% ../nbs/17_viz.ipynb #33b5434e
@@ -232,55 +376,84 @@ def zero_mean(values) -> np.ndarray:
     "Values minus their mean."
     return np.asarray(values, dtype=float) - np.mean(values)
 
+
 def paper_ablation(
-    table,   # "sto_count" or "active_mech"
-    **where, # such as backbone="conv4"
+    table,  # "sto_count" or "active_mech"
+    **where,  # such as backbone="conv4"
 ) -> dict:
     "The paper's curves: label -> (K+l or K, accuracy)."
     curves = {}
-    for r in paper_table(table, **where): curves.setdefault(f"{r['backbone']} {r['dataset']} {r['n_shot']}-shot", []).append((r["K"] + r["l"], r["accuracy"]))
+    for r in paper_table(table, **where):
+        curves.setdefault(f"{r['backbone']} {r['dataset']} {r['n_shot']}-shot", []).append(
+            (r["K"] + r["l"], r["accuracy"])
+        )
     return {label: tuple(zip(*points)) for label, points in curves.items()}
+
 
 @styled
 def ablation_curves(
-    panels, # title -> {label: (x, accuracies)}
+    panels,  # title -> {label: (x, accuracies)}
     xlabel="",
 ):
     "Zero-meaned accuracy over a swept setting, one panel for each group of curves."
-    fig, axes = plt.subplots(1, len(panels), figsize=(3.6*len(panels) + .4, 3.4), layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(
+        1, len(panels), figsize=(3.6 * len(panels) + 0.4, 3.4), layout="constrained", squeeze=False
+    )
     names = list(dict.fromkeys(label for curves in panels.values() for label in curves))
-    colours = list(dict.fromkeys([METHOD_STYLE["sib+aim"]["color"], *CYCLE])) # all curves are SIB+AIM's: a single one has its colour
-    looks = {n: dict(color=colours[i % 8], marker="osD^vPX*"[i % 8], ls=("-", "--")[i//4 % 2]) for i, n in enumerate(names)}
+    colours = list(
+        dict.fromkeys([METHOD_STYLE["sib+aim"]["color"], *CYCLE])
+    )  # all curves are SIB+AIM's: a single one has its colour
+    looks = {
+        n: dict(color=colours[i % 8], marker="osD^vPX*"[i % 8], ls=("-", "--")[i // 4 % 2]) for i, n in enumerate(names)
+    }
     for ax, (title, curves) in zip(axes[0], panels.items()):
-        for label, (x, a) in curves.items(): ax.plot(x, zero_mean(a), **looks[label], label=label)
-        ax.axhline(0, color=INK, lw=.6); ax.set(title=title, xlabel=xlabel or title); ax.grid(color=FAINT, lw=.6)
+        for label, (x, a) in curves.items():
+            ax.plot(x, zero_mean(a), **looks[label], label=label)
+        ax.axhline(0, color=INK, lw=0.6)
+        ax.set(title=title, xlabel=xlabel or title)
+        ax.grid(color=FAINT, lw=0.6)
     axes[0, 0].set_ylabel("accuracy minus its mean, points")
-    _legend(fig, [Line2D([], [], **looks[n], label=n) for n in names], columns=min(2*len(panels), len(names)))
+    _legend(fig, [Line2D([], [], **looks[n], label=n) for n in names], columns=min(2 * len(panels), len(names)))
     return fig
 
 # %% ../nbs/17_viz.ipynb #6991f4e2
 def _heat(ax, mask, names, title=""):
     "One heatmap, classes x mechanisms; as many class names as fit."
     image = ax.imshow(mask, aspect="auto", cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
-    every = max(1, math.ceil(len(mask)/40))
+    every = max(1, math.ceil(len(mask) / 40))
     ax.set(title=title, xlabel="mechanism", yticks=range(0, len(mask), every), yticklabels=list(names)[::every])
-    ax.tick_params(axis="y", labelsize=7); ax.spines[:].set_visible(False)
+    ax.tick_params(axis="y", labelsize=7)
+    ax.spines[:].set_visible(False)
     return image
+
 
 @styled
 def mask_figure(
-    masks,          # title -> (classes x mechanisms) mean masks
-    class_names=(), # default: numbers
+    masks,  # title -> (classes x mechanisms) mean masks
+    class_names=(),  # default: numbers
     suptitle="",
 ):
     "Mean masks side by side, such as the first and the last epoch."
-    arrays = [np.asarray(m, dtype=float) for m in masks.values()]; C, M = arrays[0].shape
+    arrays = [np.asarray(m, dtype=float) for m in masks.values()]
+    C, M = arrays[0].shape
     names = list(class_names) or range(C)
-    if len(names) != C: raise AimError(f"there are {len(names)} class names for {C} rows of the mask; give one a row.")
-    fig, axes = plt.subplots(1, len(masks), figsize=(3.6*len(masks) + .8, 1.2 + min(7, max(1.6, .14*C))), layout="constrained", squeeze=False, sharey=True)
-    for ax, title, mask in zip(axes[0], masks, arrays): image = _heat(ax, mask, names, title)
-    axes[0, 0].set_ylabel("class"); fig.colorbar(image, ax=axes, label="share of samples in which it is active"); fig.suptitle(suptitle, fontsize=10)
+    if len(names) != C:
+        raise AimError(f"there are {len(names)} class names for {C} rows of the mask; give one a row.")
+    fig, axes = plt.subplots(
+        1,
+        len(masks),
+        figsize=(3.6 * len(masks) + 0.8, 1.2 + min(7, max(1.6, 0.14 * C))),
+        layout="constrained",
+        squeeze=False,
+        sharey=True,
+    )
+    for ax, title, mask in zip(axes[0], masks, arrays):
+        image = _heat(ax, mask, names, title)
+    axes[0, 0].set_ylabel("class")
+    fig.colorbar(image, ax=axes, label="share of samples in which it is active")
+    fig.suptitle(suptitle, fontsize=10)
     return fig
+
 
 def activation_heatmap(mask, class_names=(), title=""):
     "One heatmap of mean masks (classes x mechanisms)."
@@ -288,19 +461,26 @@ def activation_heatmap(mask, class_names=(), title=""):
 
 # %% ../nbs/17_viz.ipynb #fbb7ff1a
 def mask_animation(
-    steps,          # (T,) training steps
-    masks,          # (T, classes, mechanisms)
-    path,           # its ending is replaced by .mp4 or .gif
+    steps,  # (T,) training steps
+    masks,  # (T, classes, mechanisms)
+    path,  # its ending is replaced by .mp4 or .gif
     class_names=(),
     fps=4,
 ) -> Path:
     "An animation of the masks over training; returns the file that was written."
     video = animation.writers.is_available("ffmpeg")
-    path = Path(path).with_suffix(".mp4" if video else ".gif"); path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(path).with_suffix(".mp4" if video else ".gif")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(RC):
-        fig, ax = plt.subplots(figsize=(5, 1.2 + min(7, max(1.6, .14*len(masks[0])))), layout="constrained")
-        image = _heat(ax, masks[0], list(class_names) or range(len(masks[0]))); ax.set_ylabel("class"); fig.colorbar(image, label="share of samples in which it is active")
-        def frame(t): image.set_data(masks[t]); ax.set_title(f"step {int(steps[t]):,}")
+        fig, ax = plt.subplots(figsize=(5, 1.2 + min(7, max(1.6, 0.14 * len(masks[0])))), layout="constrained")
+        image = _heat(ax, masks[0], list(class_names) or range(len(masks[0])))
+        ax.set_ylabel("class")
+        fig.colorbar(image, label="share of samples in which it is active")
+
+        def frame(t):
+            image.set_data(masks[t])
+            ax.set_title(f"step {int(steps[t]):,}")
+
         film = animation.FuncAnimation(fig, frame, frames=len(masks), init_func=lambda: None)
         film.save(path, writer=animation.FFMpegWriter(fps=fps) if video else animation.PillowWriter(fps=fps), dpi=80)
         plt.close(fig)
@@ -309,16 +489,33 @@ def mask_animation(
 # %% ../nbs/17_viz.ipynb #c092e86e
 @styled
 def attention_trajectories(
-    panels, # title -> (steps (T,), weights (T, M))
-    K=8,    # how many are active
+    panels,  # title -> (steps (T,), weights (T, M))
+    K=8,  # how many are active
 ):
     "The attention weight of each mechanism over training; the K highest at the end in colour."
-    fig, axes = plt.subplots(1, len(panels), figsize=(3.6*len(panels) + .6, 2.9), layout="constrained", squeeze=False, sharey=True)
+    fig, axes = plt.subplots(
+        1, len(panels), figsize=(3.6 * len(panels) + 0.6, 2.9), layout="constrained", squeeze=False, sharey=True
+    )
     for ax, (title, (steps, weights)) in zip(axes[0], panels.items()):
-        weights = np.asarray(weights); top = np.argsort(-weights[-1])[:K]       # seven colours that are not grey, then dashed
+        weights = np.asarray(weights)
+        top = np.argsort(-weights[-1])[:K]  # seven colours that are not grey, then dashed
         for m in np.argsort(weights[-1]):
-            ax.plot(steps, weights[:, m], color=CYCLE[list(top).index(m) % 7] if m in top else "#b5b5b0", ls="-" if m not in top[7:] else "--", lw=1.6 if m in top else .7)
-        ax.set(title=title, xlabel="training step", ylim=(-.02, 1.02)); ax.locator_params(axis="x", nbins=4); ax.grid(color=FAINT, lw=.6)
+            ax.plot(
+                steps,
+                weights[:, m],
+                color=CYCLE[list(top).index(m) % 7] if m in top else "#b5b5b0",
+                ls="-" if m not in top[7:] else "--",
+                lw=1.6 if m in top else 0.7,
+            )
+        ax.set(title=title, xlabel="training step", ylim=(-0.02, 1.02))
+        ax.locator_params(axis="x", nbins=4)
+        ax.grid(color=FAINT, lw=0.6)
     axes[0, 0].set_ylabel("attention weight")
-    _legend(fig, [Line2D([], [], color=CYCLE[0], lw=1.6, label=f"the {K} active at the end (one colour each)"), Line2D([], [], color="#b5b5b0", lw=.7, label="inhibited")])
+    _legend(
+        fig,
+        [
+            Line2D([], [], color=CYCLE[0], lw=1.6, label=f"the {K} active at the end (one colour each)"),
+            Line2D([], [], color="#b5b5b0", lw=0.7, label="inhibited"),
+        ],
+    )
     return fig

@@ -1,4 +1,5 @@
 """Continual learning: outer steps, the inner loop alone, meta-test under Adam."""
+
 from __future__ import annotations
 
 from itertools import product
@@ -12,14 +13,27 @@ from aim_nb.core import torch_rng
 from aim_nb.evaluate_continual import AdamTail
 from aim_nb.fastweights import FastAIM
 from aim_nb.oml import OML, FastTail, inner_steps, oml_loss
-from aim_nb.reference import PlainAIM, PlainANML, PlainOML, PlainTail, copy_weights, plain_convs, plain_inner, plain_metatest, plain_outer
+from aim_nb.reference import (
+    PlainAIM,
+    PlainANML,
+    PlainOML,
+    PlainTail,
+    copy_weights,
+    plain_convs,
+    plain_inner,
+    plain_metatest,
+    plain_outer,
+)
 
 from .harness import CLOCK, case, compare, median, own_process, seconds, steadily, value_row
 from .layer import flat, together
 from .work import adam_step, outer_step
 from .work import inner_loop as inner_work
 
-SIZE = {"omniglot": dict(side=28, n_out=1000, release_channels=3, channels=1), "cifar": dict(side=32, n_out=100, release_channels=3, channels=3)}
+SIZE = {
+    "omniglot": dict(side=28, n_out=1000, release_channels=3, channels=1),
+    "cifar": dict(side=32, n_out=100, release_channels=3, channels=3),
+}
 RELEASE_OUTER = {("oml", "omniglot"): 2.85, ("oml", "cifar"): 10.7, ("anml", "omniglot"): 16.6}
 
 
@@ -27,18 +41,41 @@ def make_images(n_classes, each, channels, side, seed=0):
     "Images that are alike within a class: a smooth field and noise; (n_classes, each, C, side, side)."
     g = torch_rng(seed, "images")
     field = F.interpolate(torch.randn(n_classes, channels, 6, 6, generator=g), size=(side, side), mode="bilinear")
-    return field[:, None] + .5 * torch.randn(n_classes, each, channels, side, side, generator=g)
+    return field[:, None] + 0.5 * torch.randn(n_classes, each, channels, side, side, generator=g)
 
 
 def nets(method, data, gate, release, tiny=False):
     "OML+AIM or ANML+AIM twice: the project's and the plain one, with the same weights."
     s = SIZE[data]
-    c, n_out, width, M = s["release_channels" if release else "channels"], s["n_out"], 8 if tiny else 112, 12 if tiny else 64
-    fast = (OML if method == "oml" else ANML)((c, s["side"], s["side"]), n_out, "aim", norm="affine", width=width, generator=torch_rng(0, method), M=M, K=10, l=2, gate=gate)
+    c, n_out, width, M = (
+        s["release_channels" if release else "channels"],
+        s["n_out"],
+        8 if tiny else 112,
+        12 if tiny else 64,
+    )
+    fast = (OML if method == "oml" else ANML)(
+        (c, s["side"], s["side"]),
+        n_out,
+        "aim",
+        norm="affine",
+        width=width,
+        generator=torch_rng(0, method),
+        M=M,
+        K=10,
+        l=2,
+        gate=gate,
+    )
     d, D = fast.tail.reduce.in_features, fast.tail.reduce.out_features
     tail = PlainTail(d, D, PlainAIM(D, D, M, 10, 2, 128, 128, gate), D, n_out, relu=method == "oml")
-    if method == "oml": plain = PlainOML(plain_convs(c, width, ["", "max", "", "max", "", "avg"]), tail)
-    else: plain = PlainANML(*(plain_convs(c, w, ["max", "max", ""], 0) for w in (width, round(width * 256 / 112))), fast.gate.in_features, d, tail)
+    if method == "oml":
+        plain = PlainOML(plain_convs(c, width, ["", "max", "", "max", "", "avg"]), tail)
+    else:
+        plain = PlainANML(
+            *(plain_convs(c, w, ["max", "max", ""], 0) for w in (width, round(width * 256 / 112))),
+            fast.gate.in_features,
+            d,
+            tail,
+        )
     return fast.train(), copy_weights(fast, plain), (c, s["side"], s["side"])
 
 
@@ -46,7 +83,11 @@ def meta_batch(shape, tiny=False, n_classes=40):
     "84 images and labels; the last 20 are the trajectory."
     T, R = (3, 4) if tiny else (20, 64)
     x, own = make_images(n_classes, 2, *shape[:2], seed=1), make_images(1, T, *shape[:2], seed=2)[0]
-    return torch.cat([x.flatten(0, 1)[:R], own]), torch.cat([torch.arange(n_classes).repeat_interleave(2)[:R], torch.full((T,), n_classes)]), T
+    return (
+        torch.cat([x.flatten(0, 1)[:R], own]),
+        torch.cat([torch.arange(n_classes).repeat_interleave(2)[:R], torch.full((T,), n_classes)]),
+        T,
+    )
 
 
 def ranks_for(T):
@@ -57,9 +98,13 @@ def ranks_for(T):
 def own_step(method, fast, x, y, T, **own):
     "The project's outer step on one meta-batch."
     opt, rng = torch.optim.Adam(fast.parameters(), 1e-3, fused=True), torch_rng(0, "ranks")
+
     def step():
         loss = (oml_loss if method == "oml" else anml_loss)(fast, x, y, n_inner=T, generator=rng, **own)[0]
-        opt.zero_grad(); loss.backward(); opt.step()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+
     return step
 
 
@@ -70,23 +115,41 @@ def outer_pair(method, data, gate, release, tiny=False):
     ref, (ranks, last) = torch.optim.Adam(plain.parameters(), 1e-3), ranks_for(T)
     own = dict(fast_set="release" if release else "paper") if method == "anml" else {}
     names = plain.fast if release or method == "oml" else ("p.", "tail.")
-    return fast, x, T, own_step(method, fast, x, y, T, **own), lambda: plain_outer(plain, ref, x, y, x[-T:], y[-T:], names, ranks=ranks, last=last)
+    return (
+        fast,
+        x,
+        T,
+        own_step(method, fast, x, y, T, **own),
+        lambda: plain_outer(plain, ref, x, y, x[-T:], y[-T:], names, ranks=ranks, last=last),
+    )
 
 
 @case("continual")
 def outer_steps(plan):
     "Outer steps at the release's switches and at the project's defaults."
-    few = dict(plan, seconds=0., repeats=min(3, plan["repeats"]))
+    few = dict(plan, seconds=0.0, repeats=min(3, plan["repeats"]))
     for method, data in product(("oml", "anml"), SIZE):
         for release in (True, False):
             fast, x, T, ours, ref = outer_pair(method, data, "raw" if release else "sigmoid", release, plan["tiny"])
-            yield compare(f"outer step {method}+aim {data}, {'release' if release else 'default'} switches", ours, ref, few, tries=2 if release else 1,
-                          work=outer_step(fast, x.shape[1:], len(x), T, fast_p=not release), items=("images", len(x)), release=RELEASE_OUTER.get((method, data)) if release else None)
-            del fast, x, ours, ref      # the networks of the next size need the memory
+            yield compare(
+                f"outer step {method}+aim {data}, {'release' if release else 'default'} switches",
+                ours,
+                ref,
+                few,
+                tries=2 if release else 1,
+                work=outer_step(fast, x.shape[1:], len(x), T, fast_p=not release),
+                items=("images", len(x)),
+                release=RELEASE_OUTER.get((method, data)) if release else None,
+            )
+            del fast, x, ours, ref  # the networks of the next size need the memory
 
 
 def kept(what, plan, *data, tries=2):
-    def run(): return own_process("benchmarks.kept", what, "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0], *data)
+    def run():
+        return own_process(
+            "benchmarks.kept", what, "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0], *data
+        )
+
     return steadily(run, plan, tries)
 
 
@@ -95,14 +158,28 @@ def convolutions(plan):
     "The convolutions within an outer step of OML+AIM against the best that they reach alone, memory kept as in training."
     for data in SIZE:
         found, seen = kept("convolutions", plan, data)
-        yield value_row(f"convolutions of the outer step oml+aim {data}", found.pop("share"), "of their best rate alone", seen, **found)
+        yield value_row(
+            f"convolutions of the outer step oml+aim {data}",
+            found.pop("share"),
+            "of their best rate alone",
+            seen,
+            **found,
+        )
 
 
 @case("continual")
 def per_image_norm(plan):
     "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map (folded into the convolutions), memory kept as in training."
     found, seen = kept("norms", plan)
-    return [value_row("outer step oml+aim omniglot, per-image norm over affine", found["instance_ms"] / found["affine_ms"], "x", seen, **found)]
+    return [
+        value_row(
+            "outer step oml+aim omniglot, per-image norm over affine",
+            found["instance_ms"] / found["affine_ms"],
+            "x",
+            seen,
+            **found,
+        )
+    ]
 
 
 @case("continual")
@@ -110,8 +187,18 @@ def meta_test_memory(plan):
     "Peak memory of a meta-test trajectory of OML+AIM on Omniglot beside the model's, against its length; each in a process of its own."
     ns = (2, 4) if plan["tiny"] else (75, 150, 300, 600)
     found = [kept("trajectory", plan, str(n), tries=1) for n in ns]
-    gb, seen = [r["gb"] for r, _ in found], dict(found[-1][1], steady=True)     # no time is told
-    return [value_row(f"meta-test of {ns[-1]} classes oml+aim omniglot, peak memory beside the model", gb[-1], "GB", seen, classes=list(ns), gb=gb, before_gb=found[-1][0]["before_gb"])]
+    gb, seen = [r["gb"] for r, _ in found], dict(found[-1][1], steady=True)  # no time is told
+    return [
+        value_row(
+            f"meta-test of {ns[-1]} classes oml+aim omniglot, peak memory beside the model",
+            gb[-1],
+            "GB",
+            seen,
+            classes=list(ns),
+            gb=gb,
+            before_gb=found[-1][0]["before_gb"],
+        )
+    ]
 
 
 @case("continual")
@@ -119,13 +206,25 @@ def inner_loop(plan):
     "Twenty batch-1 SGD steps of the tail of OML+AIM at Omniglot size, features given."
     fast, plain, shape = nets("oml", "omniglot", "raw", True, plan["tiny"])
     x, y, T = meta_batch(shape, plan["tiny"])
-    with torch.no_grad(): f = fast.rln(x[-T:])
+    with torch.no_grad():
+        f = fast.rln(x[-T:])
     ranks, _ = ranks_for(T)
+
     @torch.no_grad()
-    def ours(): inner_steps(FastTail(fast.tail), f, y[-T:], ranks)
+    def ours():
+        inner_steps(FastTail(fast.tail), f, y[-T:], ranks)
+
     few = dict(plan, repeats=min(5, plan["repeats"]))
-    row = compare("inner loop oml+aim omniglot, features given", ours, lambda: plain_inner(plain.tail, f, y[-T:], ("",), ranks=ranks), few, tries=2,
-                  work=inner_work(fast.tail, T), items=("images", T), release=2.17)
+    row = compare(
+        "inner loop oml+aim omniglot, features given",
+        ours,
+        lambda: plain_inner(plain.tail, f, y[-T:], ("",), ranks=ranks),
+        few,
+        tries=2,
+        work=inner_work(fast.tail, T),
+        items=("images", T),
+        release=2.17,
+    )
     return [row]
 
 
@@ -134,13 +233,19 @@ def inner_against_M(plan):
     "One batch-1 inner step against the number of mechanisms."
     D, Ms = (16, (16, 32)) if plan["tiny"] else (504, (16, 32, 64, 128, 256))
     x, g = torch.randn(20, D, generator=torch_rng(0, "z")).relu(), torch.randn(1, D, generator=torch_rng(0, "g")) * 1e-3
+
     def loop(M):
         aim = AIM(D, D, M=M, K=10, l=0, d_h=128, generator=torch_rng(0, "aim", M))
+
         @torch.no_grad()
         def run():
             fast = FastAIM(aim, 1e-2)
-            for z in x: fast(z[None]); fast.step(g)
+            for z in x:
+                fast(z[None])
+                fast.step(g)
+
         return run
+
     loops = [loop(M) for M in Ms]
     return [flat(f"inner loop of 20 steps, D={D}, against M", Ms, *steadily(lambda: together(loops, plan), plan))]
 
@@ -148,10 +253,13 @@ def inner_against_M(plan):
 def adam_trajectory(fast, f, y):
     "AdamTail learning f in order, round and round."
     state = dict(own=AdamTail(fast.tail, 1e-3, fast.tail.fc.weight.detach().clone()), t=0)
+
     def step():
         t = state["t"] = (state["t"] + 1) % len(f)
-        g = state["own"](f[t]).softmax(-1); g[y[t]] -= 1
+        g = state["own"](f[t]).softmax(-1)
+        g[y[t]] -= 1
         state["own"].step(g)
+
     return step
 
 
@@ -161,12 +269,16 @@ def metatest_pair(tiny):
     n, T = (3, 2) if tiny else (40, 15)
     x, y = make_images(n, T, *shape[:2], seed=3).flatten(0, 1), torch.arange(n).repeat_interleave(T).tolist()
     fast.eval()
-    with torch.no_grad(): f = torch.cat([fast.rln(part) for part in x.split(50)])
+    with torch.no_grad():
+        f = torch.cat([fast.rln(part) for part in x.split(50)])
     step, ref = adam_trajectory(fast, f, y), dict(opt=None, t=0)
-    for _ in range(2 if tiny else 100): step()
+    for _ in range(2 if tiny else 100):
+        step()
+
     def plain_step():
         t = ref["t"] = (ref["t"] + 1) % len(x)
-        ref["opt"] = plain_metatest(plain, x[t:t + 1], torch.tensor(y[t:t + 1]), optimiser=ref["opt"])
+        ref["opt"] = plain_metatest(plain, x[t : t + 1], torch.tensor(y[t : t + 1]), optimiser=ref["opt"])
+
     return step, plain_step, (fast, f, y, T)
 
 
@@ -174,15 +286,27 @@ def metatest_pair(tiny):
 def meta_test(plan):
     "One step of a meta-test trajectory, every fast parameter under exact Adam."
     step, plain_step, on = metatest_pair(plan["tiny"])
-    yield compare("meta-test step oml+aim omniglot, exact Adam", step, plain_step, dict(plan, seconds=4 * plan["seconds"]), work=adam_step(on[0].tail), items=("images", 1), release=.176)
+    yield compare(
+        "meta-test step oml+aim omniglot, exact Adam",
+        step,
+        plain_step,
+        dict(plan, seconds=4 * plan["seconds"]),
+        work=adam_step(on[0].tail),
+        items=("images", 1),
+        release=0.176,
+    )
     yield against_classes(*on, plan)
 
 
 def against_classes(fast, f, y, T, plan):
     "Seconds of a whole trajectory against the number of images in it."
     ns = (1, 2) if plan["tiny"] else (5, 10, 20, 40)
+
     def run(n):
-        step = adam_trajectory(fast, f[:n * T], y[:n * T])
+        step = adam_trajectory(fast, f[: n * T], y[: n * T])
         return 1e3 * seconds(step, n * T) * n * T
-    def times(): return [median([run(n) for _ in range(1 if plan["tiny"] else 3)]) for n in ns]
+
+    def times():
+        return [median([run(n) for _ in range(1 if plan["tiny"] else 3)]) for n in ns]
+
     return flat("meta-test trajectory against classes", ns, *steadily(times, plan))

@@ -1,4 +1,5 @@
 """The stopwatch: machine rates, alternating repeats, ratios with their spread."""
+
 from __future__ import annotations
 
 import json
@@ -14,24 +15,28 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results.json"
-RELEASE_GFLOPS = 166.       # the machine on which the release was measured (quiet, 2 cores, AVX2)
-CASES = {}                  # name -> (group, function)
-PLANS = {                   # how much work a run puts in
-    "full": dict(name="full", seconds=.08, repeats=9, tiny=False),
-    "quick": dict(name="quick", seconds=.03, repeats=5, tiny=False),
-    "tiny": dict(name="tiny", seconds=0., repeats=2, tiny=True),       # tests: the cases run, their times mean nothing
+RELEASE_GFLOPS = 166.0  # the machine on which the release was measured (quiet, 2 cores, AVX2)
+CASES = {}  # name -> (group, function)
+PLANS = {  # how much work a run puts in
+    "full": dict(name="full", seconds=0.08, repeats=9, tiny=False),
+    "quick": dict(name="quick", seconds=0.03, repeats=5, tiny=False),
+    "tiny": dict(name="tiny", seconds=0.0, repeats=2, tiny=True),  # tests: the cases run, their times mean nothing
 }
 
 
 def case(group):
     "Register a function `plan -> list of rows` as the cases of its name."
+
     def register(fn):
         CASES[fn.__name__] = (group, fn)
         return fn
+
     return register
 
 
-CLOCKS = dict(wall=time.perf_counter, cpu=time.process_time)     # cpu: for a machine that others use, too; all threads are counted
+CLOCKS = dict(
+    wall=time.perf_counter, cpu=time.process_time
+)  # cpu: for a machine that others use, too; all threads are counted
 CLOCK = ["wall"]
 
 
@@ -39,11 +44,13 @@ def seconds(fn, n=1, clock="") -> float:
     "Mean time of one call out of `n`; `clock`: another than the run's."
     now = CLOCKS[clock or CLOCK[0]]
     start = now()
-    for _ in range(n): fn()
+    for _ in range(n):
+        fn()
     return (now() - start) / n
 
 
-def median(xs): return sorted(xs)[len(xs) // 2] if len(xs) % 2 else sum(sorted(xs)[len(xs) // 2 - 1:len(xs) // 2 + 1]) / 2
+def median(xs):
+    return sorted(xs)[len(xs) // 2] if len(xs) % 2 else sum(sorted(xs)[len(xs) // 2 - 1 : len(xs) // 2 + 1]) / 2
 
 
 def spread(xs) -> dict:
@@ -55,23 +62,39 @@ def matmul_rate(n=1024, repeats=7) -> float:
     "GFLOP/s of a float32 matrix product."
     a, b, out = torch.ones(n, n), torch.ones(n, n), torch.empty(n, n)
     torch.mm(a, b, out=out)
-    return 2 * n ** 3 / 1e9 / median([seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats)])
+    return 2 * n**3 / 1e9 / median([seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats)])
 
 
 def bandwidth(mb=256, repeats=5) -> float:
     "GB/s, read and written, of an in-place pass over an array that no cache holds, with the threads that torch has at the moment."
-    x = torch.zeros(mb * 2 ** 18)
-    x.add_(1.)
-    return 2 * x.numel() * 4 / 1e9 / median([seconds(lambda: x.add_(1.)) for _ in range(repeats)])
+    x = torch.zeros(mb * 2**18)
+    x.add_(1.0)
+    return 2 * x.numel() * 4 / 1e9 / median([seconds(lambda: x.add_(1.0)) for _ in range(repeats)])
 
 
 def machine() -> dict:
     "This machine in numbers."
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), cpu)
-    return dict(cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, gflops=matmul_rate(), gbs=bandwidth(),
-                clock=CLOCK[0], wait_policy=os.environ.get("OMP_WAIT_POLICY", ""), device="cpu (a GPU would run the same code; none was here to be measured)")
+        cpu = next(
+            (
+                line.split(":")[1].strip()
+                for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            cpu,
+        )
+    return dict(
+        cpu=cpu,
+        cores=os.cpu_count(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        gflops=matmul_rate(),
+        gbs=bandwidth(),
+        clock=CLOCK[0],
+        wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
+        device="cpu (a GPU would run the same code; none was here to be measured)",
+    )
 
 
 def calls_for(fn, target) -> int:
@@ -87,7 +110,7 @@ def alternate(ours, reference, plan) -> tuple:
     return [p[0] for p in pairs], [p[1] for p in pairs]
 
 
-BEST = {}       # threads -> the best rates that this process has seen
+BEST = {}  # threads -> the best rates that this process has seen
 
 
 def look(tiny) -> tuple:
@@ -102,7 +125,8 @@ def steadily(measure, plan, tries=3) -> tuple:
     for _ in range(1 if plan["tiny"] else tries):
         before, found, after = look(plan["tiny"]), measure(), look(plan["tiny"])
         gflops, gbs = BEST[n := torch.get_num_threads()]
-        if steady := all(a >= .9 * gflops and b >= .8 * gbs for a, b in (before, after)): break
+        if steady := all(a >= 0.9 * gflops and b >= 0.8 * gbs for a, b in (before, after)):
+            break
     gflops, gbs = ((x + y) / 2 for x, y in zip(before, after))
     return found, dict(gflops=gflops, gbs=gbs, steady=steady, threads=n, clock=CLOCK[0], plan=plan["name"])
 
@@ -116,10 +140,20 @@ def compare(name, ours, reference, plan, tries=3, per=1, **more) -> dict:
 def ratio_row(name, a, b, seen, work=None, items=(), release=None, **more) -> dict:
     "What is stored of a comparison; `work`: its `macs` and `bytes`; `items`: what is done, and how many of them; `release`: its own time in seconds on a machine of 166 GFLOP/s."
     ours, ref = median(a), median(b)
-    row = dict(case=name, ours_ms=spread([1e3 * t for t in a]), reference_ms=spread([1e3 * t for t in b]), ratio=dict(spread([y / x for x, y in zip(a, b)]), median=ref / ours), **seen, **more)
-    if work: row |= reached(work, ours, seen)
-    if items: row |= dict(items=items[0], per_second=items[1] / ours)
-    if release: row |= dict(release_ms=1e3 * release, reference_of_release=ref * seen["gflops"] / RELEASE_GFLOPS / release)
+    row = dict(
+        case=name,
+        ours_ms=spread([1e3 * t for t in a]),
+        reference_ms=spread([1e3 * t for t in b]),
+        ratio=dict(spread([y / x for x, y in zip(a, b)]), median=ref / ours),
+        **seen,
+        **more,
+    )
+    if work:
+        row |= reached(work, ours, seen)
+    if items:
+        row |= dict(items=items[0], per_second=items[1] / ours)
+    if release:
+        row |= dict(release_ms=1e3 * release, reference_of_release=ref * seen["gflops"] / RELEASE_GFLOPS / release)
     return row
 
 
@@ -141,8 +175,11 @@ def value_row(name, value, unit, seen, **more) -> dict:
 def own_process(module, *args, threads=0) -> dict:
     "What `python -m module args` prints as JSON in its last line; `threads` 0: as many as here."
     env = dict(os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {}))
-    out = subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, cwd=Path(__file__).parent.parent, env=env)
-    if out.returncode: raise RuntimeError(out.stderr)
+    out = subprocess.run(
+        [sys.executable, "-m", module, *args], capture_output=True, text=True, cwd=Path(__file__).parent.parent, env=env
+    )
+    if out.returncode:
+        raise RuntimeError(out.stderr)
     return json.loads(out.stdout.splitlines()[-1])
 
 
@@ -151,7 +188,7 @@ def peak_gb() -> float:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     kb = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if kb is None else kb) / 2 ** 20
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if kb is None else kb) / 2**20
 
 
 def exponent(xs, ys) -> float:

@@ -1,4 +1,5 @@
 """Shared by all tests: one torch thread, runs and data in temporary places, a way to call `aim-nb` as a user does."""
+
 import json
 import os
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"): os.environ[name] = "1"
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[name] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -19,26 +21,44 @@ START, HERE = time.time(), Path.cwd()
 
 class Tally:
     "Counts every fault that the tests inject: what, how often, how it ended, and how often something was lost."
-    def __init__(self): self.rows, self.figures, self.failed, self.before, self.minutes, self.old, self.shown, self.skipped = {}, [], 0, None, 0., [], [], []
+
+    def __init__(self):
+        self.rows, self.figures, self.failed, self.before, self.minutes, self.old, self.shown, self.skipped = (
+            {},
+            [],
+            0,
+            None,
+            0.0,
+            [],
+            [],
+            [],
+        )
 
     def keep(self, path):
         "What an earlier session left in the file: a session of some of the tests writes its own rows over theirs."
-        if self.before is None: self.before = json.loads(path.read_text()) if path.exists() else dict(rows=[], figures=[], minutes=0.)
+        if self.before is None:
+            self.before = json.loads(path.read_text()) if path.exists() else dict(rows=[], figures=[], minutes=0.0)
         mine, drawn = {what for what, _ in self.rows}, {f["what"].partition(":")[0] for f in self.figures}
         self.minutes = self.before["minutes"]
         self.old = [r for r in self.before["rows"] if r["tried"] not in mine]
         self.shown = self.figures + [f for f in self.before["figures"] if f["what"].partition(":")[0] not in drawn]
 
     def add(self, what, ended, lost=False, n=1):
-        row = self.rows.setdefault((what, ended), [0, 0]); row[0] += n; row[1] += bool(lost)
+        row = self.rows.setdefault((what, ended), [0, 0])
+        row[0] += n
+        row[1] += bool(lost)
 
     def asdict(self):
         rows = [dict(tried=what, times=n, ended=ended, lost=lost) for (what, ended), (n, lost) in self.rows.items()]
         return sorted(rows + self.old, key=lambda r: r["tried"])
 
     def table(self):
-        rows = [("what was tried", "how often", "lost", "how it ended")] + [(r["tried"], f"{r['times']:,}", str(r["lost"]), r["ended"]) for r in self.asdict()]
-        rows.append(("all", f"{sum(r['times'] for r in self.asdict()):,}", str(sum(r["lost"] for r in self.asdict())), ""))
+        rows = [("what was tried", "how often", "lost", "how it ended")] + [
+            (r["tried"], f"{r['times']:,}", str(r["lost"]), r["ended"]) for r in self.asdict()
+        ]
+        rows.append(
+            ("all", f"{sum(r['times'] for r in self.asdict()):,}", str(sum(r["lost"] for r in self.asdict())), "")
+        )
         wide = [max(len(r[i]) for r in rows) for i in range(3)]
         return "\n".join(f"{a:{wide[0]}}  {n:>{wide[1]}}  {l:>{wide[2]}}  {e}".rstrip() for a, n, l, e in rows)
 
@@ -54,7 +74,13 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "stress: long; runs in `make stress` only")
     config.addinivalue_line("markers", "both: short in `make test`, long in `make stress`")
-    hypothesis.settings.register_profile("aim_nb", max_examples=500 if config.getoption("--stress") else 60, deadline=None, derandomize=True, database=None)
+    hypothesis.settings.register_profile(
+        "aim_nb",
+        max_examples=500 if config.getoption("--stress") else 60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+    )
     hypothesis.settings.load_profile("aim_nb")
 
 
@@ -69,31 +95,52 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     "The table of faults, in the terminal and where `--faults` says."
-    if not (TALLY.rows or TALLY.figures) or not config.getoption("--stress"): return
+    if not (TALLY.rows or TALLY.figures) or not config.getoption("--stress"):
+        return
     terminalreporter.write_sep("=", "faults injected")
     terminalreporter.write_line(TALLY.table())
-    for f in TALLY.shown or TALLY.figures: terminalreporter.write_line(f"{f['what']}: {f['value']:.2f} {f['unit']}")
-    for why in TALLY.skipped: terminalreporter.write_line(f"not tried here: {why}")
+    for f in TALLY.shown or TALLY.figures:
+        terminalreporter.write_line(f"{f['what']}: {f['value']:.2f} {f['unit']}")
+    for why in TALLY.skipped:
+        terminalreporter.write_line(f"not tried here: {why}")
 
 
 def pytest_runtest_logreport(report):
     TALLY.failed += report.failed
-    if report.skipped: TALLY.skipped.append(report.longrepr[2].removeprefix("Skipped: "))
+    if report.skipped:
+        TALLY.skipped.append(report.longrepr[2].removeprefix("Skipped: "))
 
 
 def pytest_runtest_teardown(item, nextitem):
     "After each test the table is written where `--faults` says, so that a session that is stopped keeps what it has."
     path = item.config.getoption("--faults")
-    if not path or not (TALLY.rows or TALLY.figures): return
+    if not path or not (TALLY.rows or TALLY.figures):
+        return
     import torch
+
     here = dict(python=".".join(map(str, sys.version_info[:3])), torch=torch.__version__, system=sys.platform)
     left = 0 if nextitem is None else len(item.session.items) - item.session.items.index(nextitem)
     TALLY.keep(HERE / path)
-    (HERE / path).write_text(json.dumps(dict(left=left, failed=TALLY.failed, skipped=TALLY.skipped, minutes=round(TALLY.minutes + (time.time() - START)/60, 1), versions=here, rows=TALLY.asdict(), figures=TALLY.shown), indent=1) + "\n")
+    (HERE / path).write_text(
+        json.dumps(
+            dict(
+                left=left,
+                failed=TALLY.failed,
+                skipped=TALLY.skipped,
+                minutes=round(TALLY.minutes + (time.time() - START) / 60, 1),
+                versions=here,
+                rows=TALLY.asdict(),
+                figures=TALLY.shown,
+            ),
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 @pytest.fixture(scope="session")
-def tally(): return TALLY
+def tally():
+    return TALLY
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +151,8 @@ def many(request):
 
 
 @pytest.fixture(scope="session")
-def root(): return ROOT
+def root():
+    return ROOT
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -119,6 +167,14 @@ def places(tmp_path_factory):
 @pytest.fixture
 def aim_nb_cli():
     "Call `aim-nb` in a process of its own."
+
     def call(*args, cwd=ROOT, **env):
-        return subprocess.run([str(Path(sys.executable).parent / "aim-nb"), *map(str, args)], cwd=cwd, env={**os.environ, **env}, text=True, capture_output=True)
+        return subprocess.run(
+            [str(Path(sys.executable).parent / "aim-nb"), *map(str, args)],
+            cwd=cwd,
+            env={**os.environ, **env},
+            text=True,
+            capture_output=True,
+        )
+
     return call

@@ -1,4 +1,5 @@
 """`aim-nb` as a user meets it: what it prints, what it refuses, what it leaves behind."""
+
 import os
 import re
 import signal
@@ -25,16 +26,24 @@ def toy(tmp_path):
     "A little experiment in a folder of its own."
     nb = nbformat.v4.new_notebook(metadata={"kernelspec": KERNEL})
     work = "import sys, time\nfor i in range(int(wait * 10)):\n    time.sleep(.1)\n    print('tick', file=sys.stderr, flush=True)\nif steps == 0: raise ValueError('no steps\\nat all')"
-    nb.cells = [nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}), nbformat.v4.new_code_cell(work),
-                nbformat.v4.new_code_cell("import os\nprint('steps', steps, 'fresh', os.environ.get('AIM_FRESH'))", metadata={"tags": ["summary"]}), nbformat.v4.new_code_cell("print('not in the summary')")]
+    nb.cells = [
+        nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell(work),
+        nbformat.v4.new_code_cell(
+            "import os\nprint('steps', steps, 'fresh', os.environ.get('AIM_FRESH'))", metadata={"tags": ["summary"]}
+        ),
+        nbformat.v4.new_code_cell("print('not in the summary')"),
+    ]
     nbformat.write(nb, tmp_path / "toy.ipynb")
     return tmp_path
 
 
-def call(*args): return CliRunner().invoke(app, [str(a) for a in args], prog_name="aim-nb")
+def call(*args):
+    return CliRunner().invoke(app, [str(a) for a in args], prog_name="aim-nb")
 
 
-def files(folder): return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+def files(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
 def one_line(done, status=2):
@@ -48,6 +57,7 @@ def one_line(done, status=2):
 
 # running
 
+
 def test_run_prints_summary_and_paths(toy, monkeypatch, aim_nb_cli):
     done = aim_nb_cli("run", "toy.ipynb", "-p", "steps", 7, "--fresh", cwd=toy, AIM_RUNS=str(toy / "runs"))
     assert done.returncode == 0, done.stderr
@@ -57,28 +67,44 @@ def test_run_prints_summary_and_paths(toy, monkeypatch, aim_nb_cli):
 
 
 def test_two_runs_that_start_at_once(toy):
-    start = lambda steps: subprocess.Popen([Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "steps", str(steps)], cwd=toy, env={**os.environ, "AIM_RUNS": str(toy / "runs")},
-                                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    start = lambda steps: subprocess.Popen(
+        [Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "steps", str(steps)],
+        cwd=toy,
+        env={**os.environ, "AIM_RUNS": str(toy / "runs")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     both = [start(steps) for steps in (5, 6)]
-    try: told = [p.communicate(timeout=120) for p in both]
-    finally: [p.kill() for p in both]
+    try:
+        told = [p.communicate(timeout=120) for p in both]
+    finally:
+        [p.kill() for p in both]
     assert [p.returncode for p in both] == [0, 0], told
     assert "steps 5" in told[0][0] and "steps 6" in told[1][0] and not any("Invalid" in err for _, err in told)
-    assert not list(toy.glob("kernel*"))          # nor does a kernel leave its sockets where the user works
+    assert not list(toy.glob("kernel*"))  # nor does a kernel leave its sockets where the user works
 
 
 def test_progress_comes_while_the_notebook_runs(toy):
-    p = subprocess.Popen([Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "wait", "600"], cwd=toy, env={**os.environ, "AIM_RUNS": str(toy / "runs")},
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)) # a job in the background of a script ignores Ctrl-C
+    p = subprocess.Popen(
+        [Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "wait", "600"],
+        cwd=toy,
+        env={**os.environ, "AIM_RUNS": str(toy / "runs")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # a job in the background of a script ignores Ctrl-C
     try:
         seen = ""
-        while "tick\ntick" not in seen and p.poll() is None: seen += p.stderr.readline()
+        while "tick\ntick" not in seen and p.poll() is None:
+            seen += p.stderr.readline()
         assert p.poll() is None, seen
         p.send_signal(signal.SIGINT)
         _, err = p.communicate(timeout=120)
     finally:
-        if p.poll() is None: p.kill()
+        if p.poll() is None:
+            p.kill()
     assert p.returncode == 130 and "aim-nb: stopped" in err and "Traceback" not in err
     (out,) = (toy / "runs/notebooks").glob("toy-*.ipynb")
     assert "tick" in out.read_text(), "the notebook is kept as far as it came"
@@ -86,7 +112,11 @@ def test_progress_comes_while_the_notebook_runs(toy):
 
 def test_a_failing_cell_is_one_line_and_the_notebook_is_kept(toy, aim_nb_cli):
     done = aim_nb_cli("run", "toy.ipynb", "-p", "steps", 0, "-o", "out.ipynb", cwd=toy)
-    assert done.returncode == 1 and "aim-nb: ValueError in cell [3]: no steps\n" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and "aim-nb: ValueError in cell [3]: no steps\n" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert "no steps" in (toy / "out.ipynb").read_text()
 
 
@@ -98,8 +128,17 @@ def test_another_set_of_parameters_is_another_file(toy):
 
 # mistakes
 
-@pytest.mark.parametrize("pair, says", [(("step", "4"), "no parameter 'step'; this notebook has dataset, steps, wait"), (("steps", "four"), "steps should be a whole number"), (("steps", "3.5"), "steps should be a whole number"),
-                                        (("wait", "long"), "wait should be a number"), (("dataset", "tigers"), "choose one of omniglot, cifar-fs, cifar100, mini-imagenet, glyphs")])
+
+@pytest.mark.parametrize(
+    "pair, says",
+    [
+        (("step", "4"), "no parameter 'step'; this notebook has dataset, steps, wait"),
+        (("steps", "four"), "steps should be a whole number"),
+        (("steps", "3.5"), "steps should be a whole number"),
+        (("wait", "long"), "wait should be a number"),
+        (("dataset", "tigers"), "choose one of omniglot, cifar-fs, cifar100, mini-imagenet, glyphs"),
+    ],
+)
 def test_bad_parameters_are_refused_before_anything_is_written(toy, pair, says, monkeypatch):
     monkeypatch.setenv("AIM_RUNS", str(toy / "runs"))
     before = files(toy)
@@ -140,6 +179,7 @@ def test_the_whole_program_says_one_line(toy, aim_nb_cli):
 
 # the project's own experiments
 
+
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
 def test_every_experiment_can_be_planned(path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -150,12 +190,29 @@ def test_every_experiment_can_be_planned(path, monkeypatch):
     assert "this notebook has" in one_line(call("run", path.stem, "-p", "no_such", "1"))
 
 
-REFUSED = [("20_fewshot", ("backbone", "resnet"), "choose one of conv4, wrn-28-10"), ("20_fewshot", ("methods", ""), "methods is empty; give at least one value"), ("20_fewshot", ("shots", ","), "shots is empty"),
-           ("20_fewshot", ("K", "40"), "K=40 mechanisms cannot be chosen out of M=32"), ("20_fewshot", ("steps", "-5"), "at least 1, or 0 for the budget's own"), ("20_fewshot", ("budget", "paper@0"), "at least 1"),
-           ("20_fewshot", ("budget", "paper@"), "at least 1"), ("20_fewshot", ("dataset", "folder:"), "folder:PATH"), ("20_fewshot", ("dataset", "glyphs,omniglot"), "choose one of"), ("20_fewshot", ("methods", "folder:x"), "choose one of sib"),
-           ("20_fewshot", ("shots", "0"), "n_shot=0"), ("20_fewshot", ("seeds", "first"), "separated by commas"), ("20_fewshot", ("decision", ""), "choose one of hard"), ("20_fewshot", ("data_root",), "data_root needs a value"),
-           ("21_fewshot_ablation", ("K_values", "8,40"), "K=40"), ("21_fewshot_ablation", ("decisions", "hard,firm"), "choose one of hard"), ("22_fewshot_activation", ("masks_of", "none"), "choose one of adapted, slow"),
-           ("30_continual", ("metatest_update", ""), "metatest_update is empty"), ("30_continual", ("steps", "-5"), "at least 1"), ("30_continual", ("rates", "9"), "1 to 7"), ("31_continual_activation", ("methods", "oml"), "choose one of oml+aim, anml+aim")]
+REFUSED = [
+    ("20_fewshot", ("backbone", "resnet"), "choose one of conv4, wrn-28-10"),
+    ("20_fewshot", ("methods", ""), "methods is empty; give at least one value"),
+    ("20_fewshot", ("shots", ","), "shots is empty"),
+    ("20_fewshot", ("K", "40"), "K=40 mechanisms cannot be chosen out of M=32"),
+    ("20_fewshot", ("steps", "-5"), "at least 1, or 0 for the budget's own"),
+    ("20_fewshot", ("budget", "paper@0"), "at least 1"),
+    ("20_fewshot", ("budget", "paper@"), "at least 1"),
+    ("20_fewshot", ("dataset", "folder:"), "folder:PATH"),
+    ("20_fewshot", ("dataset", "glyphs,omniglot"), "choose one of"),
+    ("20_fewshot", ("methods", "folder:x"), "choose one of sib"),
+    ("20_fewshot", ("shots", "0"), "n_shot=0"),
+    ("20_fewshot", ("seeds", "first"), "separated by commas"),
+    ("20_fewshot", ("decision", ""), "choose one of hard"),
+    ("20_fewshot", ("data_root",), "data_root needs a value"),
+    ("21_fewshot_ablation", ("K_values", "8,40"), "K=40"),
+    ("21_fewshot_ablation", ("decisions", "hard,firm"), "choose one of hard"),
+    ("22_fewshot_activation", ("masks_of", "none"), "choose one of adapted, slow"),
+    ("30_continual", ("metatest_update", ""), "metatest_update is empty"),
+    ("30_continual", ("steps", "-5"), "at least 1"),
+    ("30_continual", ("rates", "9"), "1 to 7"),
+    ("31_continual_activation", ("methods", "oml"), "choose one of oml+aim, anml+aim"),
+]
 
 
 @pytest.mark.parametrize("flags", [("--dry-run",), ()], ids=["planned", "started"])
@@ -181,15 +238,20 @@ def test_a_notebook_that_only_has_the_name_of_an_experiment(toy):
 
 # without the extras
 
+
 def bare(*args, cwd):
     "Call `aim-nb` where only the package's own requirements are installed."
-    code = ("import sys\nclass Absent:\n    def find_spec(self, name, path=None, target=None):\n"
-            "        if name.partition('.')[0] in ('matplotlib', 'seaborn', 'pandas', 'papermill', 'distributed', 'IPython'): raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-            "sys.meta_path.insert(0, Absent())\nfrom aim_nb.cli import main\nmain()")
+    code = (
+        "import sys\nclass Absent:\n    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('matplotlib', 'seaborn', 'pandas', 'papermill', 'distributed', 'IPython'): raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\nfrom aim_nb.cli import main\nmain()"
+    )
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], cwd=cwd, text=True, capture_output=True)
 
 
-@pytest.mark.parametrize("line", ["report", "report --runs", "data prepare glyphs --root data", f"run {ROOT / 'nbs/20_fewshot.ipynb'}"])
+@pytest.mark.parametrize(
+    "line", ["report", "report --runs", "data prepare glyphs --root data", f"run {ROOT / 'nbs/20_fewshot.ipynb'}"]
+)
 def test_without_the_extras_one_line_names_what_to_install(line, tmp_path):
     assert "pip install 'aim_nb[notebooks]'" in one_line(bare(*line.split(), cwd=tmp_path))
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and not p.name.endswith(".lock")]
@@ -197,13 +259,16 @@ def test_without_the_extras_one_line_names_what_to_install(line, tmp_path):
 
 # data and results
 
+
 def test_unknown_dataset(tmp_path):
-    for command in ("prepare", "check"): assert "tigers" in one_line(call("data", command, "tigers", "--root", tmp_path / "data"))
+    for command in ("prepare", "check"):
+        assert "tigers" in one_line(call("data", command, "tigers", "--root", tmp_path / "data"))
     assert not (tmp_path / "data").exists()
 
 
 def test_a_folder_without_a_path(tmp_path):
-    for command in ("prepare", "check"): assert "write folder:PATH" in one_line(call("data", command, "folder:", "--root", tmp_path / "data"))
+    for command in ("prepare", "check"):
+        assert "write folder:PATH" in one_line(call("data", command, "folder:", "--root", tmp_path / "data"))
     assert not (tmp_path / "data").exists()
 
 
@@ -215,7 +280,9 @@ def test_missing_dataset_says_what_to_do(tmp_path):
 
 def test_data_list(tmp_path):
     done = call("data", "list", "--root", tmp_path)
-    assert done.exit_code == 0 and all(n in done.output for n in ("omniglot", "cifar-fs", "cifar100", "mini-imagenet", "glyphs"))
+    assert done.exit_code == 0 and all(
+        n in done.output for n in ("omniglot", "cifar-fs", "cifar100", "mini-imagenet", "glyphs")
+    )
 
 
 def test_keep_needs_records_and_filters(tmp_path, monkeypatch):

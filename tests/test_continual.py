@@ -1,4 +1,5 @@
 "Continual learning as a whole: orders of the meta-gradient, lock step, deferred Adam, protocols, resumption, a baseline that learns."
+
 import itertools, os
 import numpy as np
 import pytest
@@ -18,74 +19,142 @@ from aim_nb.tasks import draw_trajectory
 
 AIM_SIZE = dict(M=6, K=2, l=1, d_h=5, d_k=4)
 
-def network(kind, layer="", width=4, **kw):
-    return kind((1, 28, 28), 7, layer, width=width, generator=torch_rng(0), **(AIM_SIZE | kw if layer else {})).double().eval()
 
-def images(n=9, seed=3): return torch.randn(n, 1, 28, 28, dtype=torch.float64, generator=torch_rng(seed))
+def network(kind, layer="", width=4, **kw):
+    return (
+        kind((1, 28, 28), 7, layer, width=width, generator=torch_rng(0), **(AIM_SIZE | kw if layer else {}))
+        .double()
+        .eval()
+    )
+
+
+def images(n=9, seed=3):
+    return torch.randn(n, 1, 28, 28, dtype=torch.float64, generator=torch_rng(seed))
+
 
 LABELS = torch.tensor([0, 1, 2, 3, 6, 5, 5, 5, 5])
 
+
 class Blobs:
     "A bank of classes that are noise around a prototype."
+
     name, sha = "glyphs", "blobs"
+
     def __init__(self, n=30, each=12, noise=25):
         self.n, self.each, self.class_names = n, each, [f"class {c}" for c in range(n)]
-        centre = 60*torch.randn(n, 1, 7, 7, 1, generator=torch_rng("centre")).repeat_interleave(4, 2).repeat_interleave(4, 3)
-        self.images = (128 + centre + noise*torch.randn(n, each, 28, 28, 1, generator=torch_rng("noise"))).clip(0, 255).byte().numpy().reshape(-1, 28, 28, 1)
-        self.shape, self.splits = (28, 28, 1), {"train": range(0, n//2), "val": range(n//2, n//2 + n//6), "test": range(n//2 + n//6, n)}
-    def classes(self, split): return np.array(self.splits[split])
+        centre = 60 * torch.randn(n, 1, 7, 7, 1, generator=torch_rng("centre")).repeat_interleave(
+            4, 2
+        ).repeat_interleave(4, 3)
+        self.images = (
+            (128 + centre + noise * torch.randn(n, each, 28, 28, 1, generator=torch_rng("noise")))
+            .clip(0, 255)
+            .byte()
+            .numpy()
+            .reshape(-1, 28, 28, 1)
+        )
+        self.shape, self.splits = (
+            (28, 28, 1),
+            {"train": range(0, n // 2), "val": range(n // 2, n // 2 + n // 6), "test": range(n // 2 + n // 6, n)},
+        )
+
+    def classes(self, split):
+        return np.array(self.splits[split])
+
     def class_rows(self, split, images="all"):
         part = {"all": slice(None), "train": slice(0, self.each - 4), "test": slice(self.each - 4, None)}[images]
-        return [c*self.each + np.arange(self.each)[part] for c in self.splits[split]]
+        return [c * self.each + np.arange(self.each)[part] for c in self.splits[split]]
 
-NORM = (torch.tensor([.5]), torch.tensor([.3]))
+
+NORM = (torch.tensor([0.5]), torch.tensor([0.3]))
 
 # --- the meta-gradient ---------------------------------------------------------------------------------------------------------------------
+
 
 def adapted(net, names, x, y, lr):
     "A copy of the network after plain SGD steps with torch.optim.SGD."
     import copy
+
     net = copy.deepcopy(net)
     opt = torch.optim.SGD([p for n, p in net.named_parameters() if n.startswith(names)], lr=lr)
-    for i in range(len(x)): net.zero_grad(); F.cross_entropy(net(x[i:i+1]), y[i:i+1]).backward(); opt.step()
+    for i in range(len(x)):
+        net.zero_grad()
+        F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
+        opt.step()
     return net
 
-@pytest.mark.parametrize("kind,layer,fast_set", [(OML, "", ""), (OML, "linear", ""), (OML, "aim", ""), (ANML, "", "paper"), (ANML, "aim", "paper"), (ANML, "aim", "release")])
+
+@pytest.mark.parametrize(
+    "kind,layer,fast_set",
+    [
+        (OML, "", ""),
+        (OML, "linear", ""),
+        (OML, "aim", ""),
+        (ANML, "", "paper"),
+        (ANML, "aim", "paper"),
+        (ANML, "aim", "release"),
+    ],
+)
 def test_first_order_is_the_gradient_at_the_final_fast_weights(kind, layer, fast_set):
     net, x = network(kind, layer), images()
-    loss = oml_loss(net, x, LABELS, 4, lr=.02)[0] if kind is OML else anml_loss(net, x, LABELS, 4, lr=.02, fast_set=fast_set)[0]
+    loss = (
+        oml_loss(net, x, LABELS, 4, lr=0.02)[0]
+        if kind is OML
+        else anml_loss(net, x, LABELS, 4, lr=0.02, fast_set=fast_set)[0]
+    )
     ours = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
-    end = adapted(net, net.fast_names(fast_set or "paper"), x[-4:], LABELS[-4:], .02); end.zero_grad()
+    end = adapted(net, net.fast_names(fast_set or "paper"), x[-4:], LABELS[-4:], 0.02)
+    end.zero_grad()
     F.cross_entropy(end(x), LABELS).backward()
     for (name, p), g in zip(end.named_parameters(), ours):
         theirs = torch.zeros_like(p) if p.grad is None else p.grad
         torch.testing.assert_close(torch.zeros_like(p) if g is None else g, theirs, rtol=1e-8, atol=1e-10, msg=name)
 
-@pytest.mark.parametrize("kind,layer,name", [(OML, "", "tail.fc.weight"), (OML, "", "rln.blocks.0.conv.weight"), (OML, "aim", "tail.layer.W_K"), (ANML, "", "p.blocks.0.conv.weight")])
+
+@pytest.mark.parametrize(
+    "kind,layer,name",
+    [
+        (OML, "", "tail.fc.weight"),
+        (OML, "", "rln.blocks.0.conv.weight"),
+        (OML, "aim", "tail.layer.W_K"),
+        (ANML, "", "p.blocks.0.conv.weight"),
+    ],
+)
 def test_second_order_is_the_derivative_of_the_whole(kind, layer, name):
     net, x = network(kind, layer), images()
     p = dict(net.named_parameters())[name]
     d = torch.randn(p.shape, dtype=p.dtype, generator=torch_rng(4))
     f = oml_loss if kind is OML else anml_loss
-    g = torch.autograd.grad(f(net, x, LABELS, 4, lr=.02, order="second")[0], p)[0]
-    first = torch.autograd.grad(f(net, x, LABELS, 4, lr=.02, order="first")[0], p)[0]
+    g = torch.autograd.grad(f(net, x, LABELS, 4, lr=0.02, order="second")[0], p)[0]
+    first = torch.autograd.grad(f(net, x, LABELS, 4, lr=0.02, order="first")[0], p)[0]
+
     def shifted(e):
         with torch.no_grad():
-            p.add_(d, alpha=e); v = F.cross_entropy(adapted_logits(net, x), LABELS).item(); p.sub_(d, alpha=e)
+            p.add_(d, alpha=e)
+            v = F.cross_entropy(adapted_logits(net, x), LABELS).item()
+            p.sub_(d, alpha=e)
         return v
+
     def adapted_logits(net, x):
-        with torch.enable_grad(): end = adapted(net, net.fast_names("paper"), x[-4:], LABELS[-4:], .02)
+        with torch.enable_grad():
+            end = adapted(net, net.fast_names("paper"), x[-4:], LABELS[-4:], 0.02)
         return end(x)
-    slope = (shifted(1e-6) - shifted(-1e-6))/2e-6
-    assert slope == pytest.approx((g*d).sum().item(), rel=1e-4, abs=1e-7)
-    assert abs(slope - (first*d).sum().item()) > 1e-5      # first order is something else
+
+    slope = (shifted(1e-6) - shifted(-1e-6)) / 2e-6
+    assert slope == pytest.approx((g * d).sum().item(), rel=1e-4, abs=1e-7)
+    assert abs(slope - (first * d).sum().item()) > 1e-5  # first order is something else
+
 
 # --- meta-test -----------------------------------------------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def bank(): return Blobs()
 
-def mt(net, bank, update="head", **kw): return ec.MetaTest(net, bank, NORM, Protocol(**kw), update, seed=0)
+@pytest.fixture(scope="module")
+def bank():
+    return Blobs()
+
+
+def mt(net, bank, update="head", **kw):
+    return ec.MetaTest(net, bank, NORM, Protocol(**kw), update, seed=0)
+
 
 def test_lock_step_equals_one_at_a_time(bank):
     net = OML((1, 28, 28), 20, width=4, generator=torch_rng(1))
@@ -94,9 +163,12 @@ def test_lock_step_equals_one_at_a_time(bank):
     images = lambda r: mt(net, bank).images(r)
     for rate, i in jobs:
         alone = mt(net, bank).outcomes("test", [(rate, i)], [3, 6])[rate, i]
-        book, _ = ec.metatest_reference(net, images, mt(net, bank).trajectory("test", i, 6), rate, [3, 6], (0, "test", i))
+        book, _ = ec.metatest_reference(
+            net, images, mt(net, bank).trajectory("test", i, 6), rate, [3, 6], (0, "test", i)
+        )
         assert together[rate, i] == alone == book
-    assert len({str(o) for o in together.values()}) > 1      # the comparison can fail
+    assert len({str(o) for o in together.values()}) > 1  # the comparison can fail
+
 
 @pytest.mark.parametrize("layer", ["", "linear", "aim"])
 def test_fast_meta_test_equals_the_reference(bank, layer):
@@ -106,25 +178,53 @@ def test_fast_meta_test_equals_the_reference(bank, layer):
     book, _ = ec.metatest_reference(net, m.images, m.trajectory("test", 0, 6), 3e-3, [3, 6], (0, "test", 0), "fast")
     assert ours == book
 
+
 @pytest.mark.parametrize("dtype,tol", [(torch.float32, 1e-5), (torch.float64, 1e-8)])
 @pytest.mark.parametrize("gate", ["sigmoid", "raw"])
 def test_deferred_adam_equals_torch(dtype, tol, gate):
-    tail = Tail(6, 8, lambda d: AIM(d, d, M=12, K=2, l=1, d_h=4, d_k=4, gate=gate, generator=torch_rng(1)), d_reduce=5, generator=torch_rng(2)).eval().to(dtype)
+    tail = (
+        Tail(
+            6,
+            8,
+            lambda d: AIM(d, d, M=12, K=2, l=1, d_h=4, d_k=4, gate=gate, generator=torch_rng(1)),
+            d_reduce=5,
+            generator=torch_rng(2),
+        )
+        .eval()
+        .to(dtype)
+    )
     x = torch.randn(120, 6, generator=torch_rng(3)).to(dtype)
     import copy
+
     book, head = copy.deepcopy(tail), ec.fresh_head(5, 8, (0,)).to(dtype)
-    with torch.no_grad(): book.fc.weight.copy_(head); book.fc.bias.zero_()
+    with torch.no_grad():
+        book.fc.weight.copy_(head)
+        book.fc.bias.zero_()
     opt, own = torch.optim.Adam(book.parameters(), lr=1e-3), ec.AdamTail(tail, 1e-3, head)
     for i, f in enumerate(x):
-        for p in book.parameters(): p.grad = torch.zeros_like(p)
-        F.cross_entropy(book(f[None]), torch.tensor([i//15])).backward(); opt.step()
-        g = own(f).softmax(-1); g[i//15] -= 1; own.step(g)
-    W = torch.stack([own.layer.mechanism(m, own.layer.t) if m in own.layer.own else tail.layer.W_M[m] for m in range(12)])
+        for p in book.parameters():
+            p.grad = torch.zeros_like(p)
+        F.cross_entropy(book(f[None]), torch.tensor([i // 15])).backward()
+        opt.step()
+        g = own(f).softmax(-1)
+        g[i // 15] -= 1
+        own.step(g)
+    W = torch.stack(
+        [own.layer.mechanism(m, own.layer.t) if m in own.layer.own else tail.layer.W_M[m] for m in range(12)]
+    )
     assert 2 < len(own.layer.own) and W.isfinite().all()
-    assert (W - book.layer.W_M).abs().max() < tol and (own.fc.W - book.fc.weight).abs().max() < tol and (own.layer.W_Q - book.layer.W_Q).abs().max() < tol
+    assert (
+        (W - book.layer.W_M).abs().max() < tol
+        and (own.fc.W - book.fc.weight).abs().max() < tol
+        and (own.layer.W_Q - book.layer.W_Q).abs().max() < tol
+    )
     lazy = ec.AdamTail(tail, 1e-3, head, "lazy")
-    for i, f in enumerate(x): g = lazy(f).softmax(-1); g[i//15] -= 1; lazy.step(g)
+    for i, f in enumerate(x):
+        g = lazy(f).softmax(-1)
+        g[i // 15] -= 1
+        lazy.step(g)
     assert max((lazy.layer.own[m] - book.layer.W_M[m]).abs().max().item() for m in lazy.layer.own) > 1e-4
+
 
 def test_protocols_use_the_classes_and_images_they_say(bank):
     seen = {s: {int(r) for c in bank.class_rows(s) for r in c} for s in ("train", "val", "test")}
@@ -134,22 +234,38 @@ def test_protocols_use_the_classes_and_images_they_say(bank):
         learn, ask = set(t.train.ravel().tolist()), set(t.test.ravel().tolist())
         assert not learn & ask and learn | ask <= seen[split] and not (learn | ask) & seen["train"]
     assert not np.array_equal(m.trajectory("test", 0, 5).classes, m.trajectory("test-5", 0, 5).classes)
-    release = Blobs(); release.name = "omniglot"
+    release = Blobs()
+    release.name = "omniglot"
     learn, ask = ec.metatest_rows(release, "release")
-    assert all(np.array_equal(a, b) for a, b in zip(learn, ask)) and set(np.concatenate(learn)) <= seen["train"] | seen["val"]
+    assert (
+        all(np.array_equal(a, b) for a, b in zip(learn, ask))
+        and set(np.concatenate(learn)) <= seen["train"] | seen["val"]
+    )
+
 
 @pytest.fixture(scope="module")
 def omniglot():
-    if not os.environ.get("AIM_DATA"): pytest.skip("AIM_DATA is not set")
-    if not (bank_dir("omniglot")/"bank.json").exists() and not find_source("omniglot"): pytest.skip("omniglot is not below $AIM_DATA")
+    if not os.environ.get("AIM_DATA"):
+        pytest.skip("AIM_DATA is not set")
+    if not (bank_dir("omniglot") / "bank.json").exists() and not find_source("omniglot"):
+        pytest.skip("omniglot is not below $AIM_DATA")
     return open_bank("omniglot")
+
 
 def sets_of(bank, protocol, stream, n):
     "Classes of a trajectory, images learnt from, images asked about, and how many of each a class has."
     t = ec.MetaTest(None, bank, NORM, Protocol(protocol=protocol)).trajectory(stream, 0, n)
     assert len(t.train) == len(t.test) == n
-    for learn, ask in zip(t.train, t.test): assert len({*bank.labels[learn], *bank.labels[ask]}) == 1, "a row is one class"
-    return set(bank.labels[t.train[:, 0]].tolist()), set(t.train.ravel().tolist()), set(t.test.ravel().tolist()), t.train.shape[1], t.test.shape[1]
+    for learn, ask in zip(t.train, t.test):
+        assert len({*bank.labels[learn], *bank.labels[ask]}) == 1, "a row is one class"
+    return (
+        set(bank.labels[t.train[:, 0]].tolist()),
+        set(t.train.ravel().tolist()),
+        set(t.test.ravel().tolist()),
+        t.train.shape[1],
+        t.test.shape[1],
+    )
+
 
 @pytest.mark.parametrize("stream, n", [("val", 63), ("test", 600)])
 def test_held_out_trajectories_on_real_omniglot(omniglot, stream, n):
@@ -157,29 +273,45 @@ def test_held_out_trajectories_on_real_omniglot(omniglot, stream, n):
     classes, learn, ask, many, few = sets_of(omniglot, "heldout", stream, n)
     trained = set(omniglot.classes("train").tolist())
     assert len(classes) == n and not classes & trained and classes <= set(omniglot.classes(stream).tolist())
-    assert (many, few) == (15, 5) and len(learn) == 15*n and len(ask) == 5*n and not learn & ask
+    assert (many, few) == (15, 5) and len(learn) == 15 * n and len(ask) == 5 * n and not learn & ask
     from aim_nb.train_continual import ContinualTrainee
+
     t = ContinualTrainee(omniglot, "oml", 0, Budget("smoke", "continual", 1, 0, width=4))
     assert not (learn | ask) & {int(r) for c in t.rows for r in c}, "an image of meta-training"
-    if stream == "test": assert not {omniglot.alphabets[c] for c in classes} & {omniglot.alphabets[c] for c in trained}
+    if stream == "test":
+        assert not {omniglot.alphabets[c] for c in classes} & {omniglot.alphabets[c] for c in trained}
+
 
 def test_release_trajectories_on_real_omniglot(omniglot):
     "The release's overlap, as its banner says: background classes, 20 images learnt from and the same 20 asked about."
     classes, learn, ask, many, few = sets_of(omniglot, "release", "test", 600)
     assert classes <= set(range(650)) <= set(omniglot.classes("train").tolist())
-    assert (many, few) == (20, 20) and learn == ask and len(learn) == 20*600
+    assert (many, few) == (20, 20) and learn == ask and len(learn) == 20 * 600
+
 
 def test_rates_are_chosen_without_test_images(bank):
     calls = []
+
     class Spy(ec.MetaTest):
         def outcomes(self, stream, jobs, ns, desc=""):
             calls.append((stream, tuple(ns)))
-            own = 1 if stream == "val" else -1      # what is seen of test classes would choose the other rate: on test images, and on any image where there are enough validation classes
-            return {(r, i): ec.Outcome([r*1e4 if n > 5 else own*r*1e4 for n in ns], [own*r*1e4]*len(ns), []) for r, i in jobs}
+            own = (
+                1 if stream == "val" else -1
+            )  # what is seen of test classes would choose the other rate: on test images, and on any image where there are enough validation classes
+            return {
+                (r, i): ec.Outcome([r * 1e4 if n > 5 else own * r * 1e4 for n in ns], [own * r * 1e4] * len(ns), [])
+                for r, i in jobs
+            }
+
     spy = Spy(None, bank, NORM)
-    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 5, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {1e-3} and calls == [("val", (3, 5)), ("test", (3, 5, 8))]
+    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 5, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {
+        1e-3
+    } and calls == [("val", (3, 5)), ("test", (3, 5, 8))]
     spy = Spy(None, bank, NORM, Protocol(metatest_rate="release"))
-    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {1e-4}      # the release looks at the test images
+    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {
+        1e-4
+    }  # the release looks at the test images
+
 
 @pytest.mark.parametrize("said, switch", [(1, dict(protocol="release")), (1, dict(metatest_rate="release")), (0, {})])
 def test_a_rate_chosen_on_test_images_is_said_aloud(bank, capsys, said, switch):
@@ -187,92 +319,165 @@ def test_a_rate_chosen_on_test_images_is_said_aloud(bank, capsys, said, switch):
     ec.metatest(OML((1, 28, 28), 20, width=4, generator=torch_rng(1)), bank, NORM, Protocol(**switch), b)
     assert capsys.readouterr().out.count(ec.RATE_BANNER) == said
 
+
 @pytest.mark.parametrize("trajectories", ["prefix", "independent"])
 def test_metrics_of_a_meta_test(bank, trajectories, tmp_path):
     net = OML((1, 28, 28), 20, "aim", width=4, generator=torch_rng(1), **AIM_SIZE)
     b = Budget("smoke", "continual", 0, 0, runs=2, rates=2, rate_runs=1, classes=10)
     kw = dict(protocol=Protocol(trajectories=trajectories), budget=b)
-    stored = lambda: ec.Store(tmp_path/"store.json", net)
+    stored = lambda: ec.Store(tmp_path / "store.json", net)
     m = ec.metatest(net, bank, NORM, **kw, store=stored())
     spent = stored().seconds
-    assert np.shape(m["test"]) == np.shape(m["train"]) == (2, len(m["n_classes"])) and len(m["by_age"]) == m["n_classes"][-1] == 10
-    assert m["accuracy"] == pytest.approx(np.mean(m["test"], 0)[-1], abs=1e-3) and m == ec.metatest(net, bank, NORM, **kw, store=stored()) == ec.metatest(net, bank, NORM, **kw)
-    assert spent == stored().seconds > 0      # nothing was run again, and what it took the first time is still known
+    assert (
+        np.shape(m["test"]) == np.shape(m["train"]) == (2, len(m["n_classes"]))
+        and len(m["by_age"]) == m["n_classes"][-1] == 10
+    )
+    assert m["accuracy"] == pytest.approx(np.mean(m["test"], 0)[-1], abs=1e-3) and m == ec.metatest(
+        net, bank, NORM, **kw, store=stored()
+    ) == ec.metatest(net, bank, NORM, **kw)
+    assert spent == stored().seconds > 0  # nothing was run again, and what it took the first time is still known
+
 
 def test_the_runs_use_the_trajectories_of_the_search_for_rates(bank, monkeypatch):
     "Each trajectory that goes to the end is run once, and an outcome that is used again is the one of a run of its own."
     ran, run = [], ec.MetaTest.run
-    monkeypatch.setattr(ec.MetaTest, "run", lambda self, stream, jobs, ns, desc: ran.extend((stream, j, max(ns)) for j in jobs) or run(self, stream, jobs, ns, desc))
-    net, b = OML((1, 28, 28), 20, width=4, generator=torch_rng(1)), Budget("smoke", "continual", 0, 0, runs=3, rates=2, rate_runs=2, classes=10)
+    monkeypatch.setattr(
+        ec.MetaTest,
+        "run",
+        lambda self, stream, jobs, ns, desc: (
+            ran.extend((stream, j, max(ns)) for j in jobs) or run(self, stream, jobs, ns, desc)
+        ),
+    )
+    net, b = (
+        OML((1, 28, 28), 20, width=4, generator=torch_rng(1)),
+        Budget("smoke", "continual", 0, 0, runs=3, rates=2, rate_runs=2, classes=10),
+    )
     m = ec.metatest(net, bank, NORM, Protocol(), b, seed=3)
-    assert len(ran) == len(set(ran)) and sum(s == "test" and end == 10 for s, _, end in ran) == 5      # two rates x two trajectories, and the third run
-    last = ec.MetaTest(net, bank, NORM, Protocol(), seed=3).outcomes("test", [(m["rates"][-1], i) for i in range(3)], [10])
+    assert (
+        len(ran) == len(set(ran)) and sum(s == "test" and end == 10 for s, _, end in ran) == 5
+    )  # two rates x two trajectories, and the third run
+    last = ec.MetaTest(net, bank, NORM, Protocol(), seed=3).outcomes(
+        "test", [(m["rates"][-1], i) for i in range(3)], [10]
+    )
     assert [row[-1] for row in m["test"]] == [round(o.test[0], 3) for o in last.values()]
 
+
 # --- meta-training -------------------------------------------------------------------------------------------------------------------------
+
 
 def test_collapse_is_said(bank):
     "Killed runs are in `test_kills`; here: one fixed set of K mechanisms for every image is no attention any more."
     from aim_nb.train_continual import ContinualTrainee
-    t = ContinualTrainee(bank, "oml+aim", 0, Budget("smoke", "continual", 4, 0, width=4, classes=4), M=6, K=2, l=1, n_out=30)
-    with torch.no_grad(): t.net.tail.layer.h.zero_(); t.net.tail.layer.W_Q.zero_()     # all scores one half: everybody takes the same K
-    with pytest.warns(UserWarning, match="only 2 mechanisms are used .* collapsed"): assert t.note_use(0) == 2
+
+    t = ContinualTrainee(
+        bank, "oml+aim", 0, Budget("smoke", "continual", 4, 0, width=4, classes=4), M=6, K=2, l=1, n_out=30
+    )
+    with torch.no_grad():
+        t.net.tail.layer.h.zero_()
+        t.net.tail.layer.W_Q.zero_()  # all scores one half: everybody takes the same K
+    with pytest.warns(UserWarning, match="only 2 mechanisms are used .* collapsed"):
+        assert t.note_use(0) == 2
+
 
 @pytest.mark.parametrize("order", ["first", "second"])
 @pytest.mark.parametrize("method", CONTINUAL_METHODS)
 def test_every_method_steps_in_either_order(bank, method, order):
     from aim_nb.train_continual import ContinualTrainee
+
     b = Budget("smoke", "continual", 1, 0, width=4, classes=4)
     for how in ("same", "redrawn"):
-        t = ContinualTrainee(bank, method, 0, b, Protocol(order=order, norm="instance", meta_images=how), M=6, K=2, l=1, inner=3, random=8, n_out=30)
+        t = ContinualTrainee(
+            bank,
+            method,
+            0,
+            b,
+            Protocol(order=order, norm="instance", meta_images=how),
+            M=6,
+            K=2,
+            l=1,
+            inner=3,
+            random=8,
+            n_out=30,
+        )
         before = {k: v.clone() for k, v in t.net.state_dict().items()}
         scores = t.step(0)
         assert all(np.isfinite(float(v)) for v in scores.values()) and 0 <= scores["acc"] <= 1
         assert any(not torch.equal(v, before[k]) for k, v in t.net.state_dict().items() if k.startswith(t.net.slow))
 
+
 def test_the_baseline_learns(bank):
     "The paper's Baseline stands at chance; ours must not: after a little meta-training it keeps new classes apart."
     from aim_nb.train_continual import ContinualTrainee
+
     b = Budget("smoke", "continual", 40, 0, width=8, classes=5)
     t = ContinualTrainee(bank, "oml+linear", 0, b, M=4, K=2, l=0, inner=5, random=16, n_out=30)
     losses = [float(t.step(i)["loss"]) for i in range(40)]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
-    assert ec.validate_continual(t.net, bank, NORM, b, rates=(1e-2, 3e-3))["accuracy"] > 2*100/5
+    assert ec.validate_continual(t.net, bank, NORM, b, rates=(1e-2, 3e-3))["accuracy"] > 2 * 100 / 5
+
 
 def test_which_weights_are_meta_tested(tmp_path, monkeypatch):
     "Validations that only get worse: the best weights are those of the first one, and the last ones are others, from the same training."
     seen, falling = [], itertools.count(100, -1)
     monkeypatch.setenv("AIM_RUNS", str(tmp_path))
     monkeypatch.setattr(tc, "validate_continual", lambda *a, **k: dict(accuracy=float(next(falling))))
-    monkeypatch.setattr(tc, "metatest", lambda net, *a, metatest=tc.metatest, **k: (seen.append(tensors_sha(net.state_dict())), metatest(net, *a, **k))[1])
+    monkeypatch.setattr(
+        tc,
+        "metatest",
+        lambda net, *a, metatest=tc.metatest, **k: (seen.append(tensors_sha(net.state_dict())), metatest(net, *a, **k))[
+            1
+        ],
+    )
     b = Budget("tiny", "continual", steps=3, val_every=1, width=4, runs=1, rates=1, rate_runs=1, classes=4)
     best, last = (tc.run_continual("glyphs", "oml", 0, b, checkpoint=c) for c in ("best", "last"))
-    assert best["metrics"]["best_step"] == last["metrics"]["best_step"] == 1 and best["history"] == last["history"] and len(set(seen)) == 2
+    assert (
+        best["metrics"]["best_step"] == last["metrics"]["best_step"] == 1
+        and best["history"] == last["history"]
+        and len(set(seen)) == 2
+    )
     assert [tensors_sha(tc.load_continual(r)[0].state_dict()) for r in (best, last)] == seen
     assert variant(last) == "checkpoint=last" and not variant(best)
 
+
 # --- trainings of all lengths share a folder -----------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
     "shared(steps): a tiny run whose validations get better step by step, or fall with the number of classes."
     rising = itertools.count(1)
     monkeypatch.setenv("AIM_RUNS", str(tmp_path))
-    monkeypatch.setattr(tc, "validate_continual", lambda net, bank, norm, budget, *a: dict(accuracy=next(rising)/100 - budget.classes))
-    monkeypatch.setattr(tc, "metatest", lambda *a, **k: dict(accuracy=1., ci95=0.))
+    monkeypatch.setattr(
+        tc, "validate_continual", lambda net, bank, norm, budget, *a: dict(accuracy=next(rising) / 100 - budget.classes)
+    )
+    monkeypatch.setattr(tc, "metatest", lambda *a, **k: dict(accuracy=1.0, ci95=0.0))
+
     def run(steps, method="oml", classes=4, call=tc.run_continual, **kw):
-        b = Budget("tiny", "continual", steps=steps, val_every=1, width=4, runs=1, rates=1, rate_runs=1, classes=classes)
+        b = Budget(
+            "tiny", "continual", steps=steps, val_every=1, width=4, runs=1, rates=1, rate_runs=1, classes=classes
+        )
         return call(dataset="glyphs", method=method, budget=b, M=6, K=2, l=1, inner=3, random=8, **kw)
+
     return run
+
 
 def test_an_easier_validation_chooses_nothing_here(shared):
     "Few classes are easily told apart: their score is not in the history of a run over more."
     easy, hard = shared(1, classes=2), shared(2, classes=4)
-    assert [round(r["accuracy"]) for r in easy["history"]] == [-2] and [round(r["accuracy"]) for r in hard["history"]] == [-4, -4] and hard["metrics"]["best_step"] == 2
-    folder = lambda classes: tc.training_checkpoints(hard | dict(budget=hard["budget"] | dict(classes=classes))).dir.name
+    assert (
+        [round(r["accuracy"]) for r in easy["history"]] == [-2]
+        and [round(r["accuracy"]) for r in hard["history"]] == [-4, -4]
+        and hard["metrics"]["best_step"] == 2
+    )
+    folder = lambda classes: (
+        tc.training_checkpoints(hard | dict(budget=hard["budget"] | dict(classes=classes))).dir.name
+    )
     assert folder(0) == folder(50) == folder(100) and len({folder(n) for n in (0, 2, 49)}) == 3
     known = shipped_record("continual")
-    assert tc.training_checkpoints(known).shipped().step == known["metrics"]["best_step"] == 2200     # found by the name that its folder always had
+    assert (
+        tc.training_checkpoints(known).shipped().step == known["metrics"]["best_step"] == 2200
+    )  # found by the name that its folder always had
+
 
 @pytest.mark.parametrize("which", ["best", "last"])
 def test_weights_of_another_training_are_refused(shared, which):
@@ -280,10 +485,16 @@ def test_weights_of_another_training_are_refused(shared, which):
     mine = tensors_sha(tc.load_continual(short)[0].state_dict())
     long = shared(2, checkpoint=which)
     assert tensors_sha(tc.load_continual(long)[0].state_dict()) != mine
-    with pytest.raises(AimError, match=f"holds the weights of step 2 of another training, run {short['key']} has those of step 1; set .AIM_RUNS"): tc.load_continual(short)
+    with pytest.raises(
+        AimError,
+        match=f"holds the weights of step 2 of another training, run {short['key']} has those of step 1; set .AIM_RUNS",
+    ):
+        tc.load_continual(short)
     again = shared(1, checkpoint=which, fresh=True)
     assert tensors_sha(tc.load_continual(again)[0].state_dict()) == mine
-    with pytest.raises(AimError, match="holds the weights of step 1 of another training"): tc.load_continual(long)
+    with pytest.raises(AimError, match="holds the weights of step 1 of another training"):
+        tc.load_continual(long)
+
 
 def test_a_shipped_model_stands_in_for_a_folder_of_another_training(monkeypatch, tmp_path):
     monkeypatch.setenv("AIM_RUNS", str(tmp_path))
@@ -291,14 +502,23 @@ def test_a_shipped_model_stands_in_for_a_folder_of_another_training(monkeypatch,
     tc.training_checkpoints(rec).save_best(400, {"net.x": torch.ones(1)})
     assert tc.saved_weights(rec, "best").step == rec["metrics"]["best_step"]
 
+
 def test_a_lost_log_costs_no_longer_training(shared):
     short, long = shared(1, "oml+aim"), shared(2, "oml+aim")
     ck = tc.training_checkpoints(long)
-    for r in (short, long): tc.log_path(r).unlink()
-    with pytest.raises(AimError, match=f"run {short['key']} has no log here, .* delete the longer training .* set .AIM_RUNS to another folder to train it again"):
+    for r in (short, long):
+        tc.log_path(r).unlink()
+    with pytest.raises(
+        AimError,
+        match=f"run {short['key']} has no log here, .* delete the longer training .* set .AIM_RUNS to another folder to train it again",
+    ):
         shared(1, "oml+aim", call=activation.run_continual_with_log)
     assert ck.latest().step == 2 and ck.best().step == 2
-    assert shared(2, "oml+aim", call=activation.run_continual_with_log)["key"] == long["key"] and tc.log_path(long).exists()
+    assert (
+        shared(2, "oml+aim", call=activation.run_continual_with_log)["key"] == long["key"]
+        and tc.log_path(long).exists()
+    )
+
 
 def test_fresh_looks_at_the_mechanisms_again(shared, monkeypatch):
     "Once for each record in a process, as the runs do."
@@ -307,8 +527,10 @@ def test_fresh_looks_at_the_mechanisms_again(shared, monkeypatch):
     monkeypatch.setattr(activation, "save_record", lambda r: (written.append(r["key"]), save(r))[1])
     first = activation.continual_activation(rec)
     assert activation.continual_activation(rec)["created"] == first["created"] and len(written) == 1
-    monkeypatch.setenv("AIM_FRESH", "1"); monkeypatch.setattr(loop, "_begun", set())
-    for _ in range(2): activation.continual_activation(rec)
-    assert written == [first["key"]]*2
+    monkeypatch.setenv("AIM_FRESH", "1")
+    monkeypatch.setattr(loop, "_begun", set())
+    for _ in range(2):
+        activation.continual_activation(rec)
+    assert written == [first["key"]] * 2
     activation.continual_activation(rec, fresh=True)
     assert len(written) == 3

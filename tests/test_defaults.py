@@ -1,4 +1,5 @@
 """Defaults in the code are the paper's (or, where it is silent, the release's) numbers, which stand in one place: aim_nb/paper_data."""
+
 import inspect, pathlib, re
 
 import pytest
@@ -50,8 +51,12 @@ def test_continual_layer():
 
 
 def test_rates_and_steps():
-    assert default(SIBHead, "eps") == number("fewshot", "eps") and default(SIBHead, "steps") == number("fewshot", "sib_steps", "release")
-    assert default(ContinualTrainee, "lr_in") == number("continual", "nu_in") and default(ContinualTrainee, "lr_out") == number("continual", "nu_out")
+    assert default(SIBHead, "eps") == number("fewshot", "eps") and default(SIBHead, "steps") == number(
+        "fewshot", "sib_steps", "release"
+    )
+    assert default(ContinualTrainee, "lr_in") == number("continual", "nu_in") and default(
+        ContinualTrainee, "lr_out"
+    ) == number("continual", "nu_out")
     assert default(ContinualTrainee, "inner") == number("continual", "inner_steps", "release")
     assert PEAK == number("fewshot", "pretrain_rate", "release")
     assert number("fewshot", "nu_in") in paper_rates() and number("fewshot", "nu_out") in paper_rates()
@@ -59,15 +64,22 @@ def test_rates_and_steps():
 
 def test_paper_budgets():
     few, cont = budget("paper"), budget("paper", "continual")
-    assert (few.steps, few.val_episodes, few.test_episodes) == tuple(number("fewshot", n) for n in ("steps", "val_episodes", "test_episodes"))
+    assert (few.steps, few.val_episodes, few.test_episodes) == tuple(
+        number("fewshot", n) for n in ("steps", "val_episodes", "test_episodes")
+    )
     assert few.pretrain_epochs == number("fewshot", "pretrain_epochs", "release")
     assert (cont.steps, cont.runs) == (number("continual", "steps"), number("continual", "runs"))
-    assert (cont.rates, cont.rate_runs) == (len(number("continual", "rates", "release")), number("continual", "rate_runs", "release"))
+    assert (cont.rates, cont.rate_runs) == (
+        len(number("continual", "rates", "release")),
+        number("continual", "rate_runs", "release"),
+    )
 
 
 def test_metatest_points_and_rates():
     assert list(RELEASE_RATES) == number("continual", "rates", "release")
-    assert {k: list(v) for k, v in POINTS.items() if k in number("continual", "n_classes")} == number("continual", "n_classes")
+    assert {k: list(v) for k, v in POINTS.items() if k in number("continual", "n_classes")} == number(
+        "continual", "n_classes"
+    )
 
 
 def test_protocol_default_is_the_papers_order():
@@ -77,6 +89,7 @@ def test_protocol_default_is_the_papers_order():
 def test_no_table_figure_outside_the_paper_data():
     "A few unmistakable accuracies of the paper's tables stand in no module and no notebook's code."
     from aim_nb.paper import paper_table
+
     figures = {f"{row['accuracy']:.2f}" for row in paper_table("few-shot") if not row["literature"] and row["ci"]}
     figures = {f for f in figures if not f.endswith("0")}
     for path in (ROOT / "aim_nb").glob("*.py"):

@@ -1,4 +1,5 @@
 "Few-shot: killed runs resume to the same bits, batched evaluation equals the copies, and both comparisons can fail."
+
 import json, os, signal, subprocess, sys, textwrap
 import numpy as np
 import pytest
@@ -18,17 +19,21 @@ SMALL = dict(M=6, K=2, l=2, d_out=12)
 def world(seed=0, d=10, n_classes=8, n_images=20, views=2):
     "A small feature bank: three splits of noisy class centres."
     rng = numpy_rng(seed, "test world")
+
     def split(v):
         x = rng.normal(size=(n_classes, 1, d)) + rng.normal(size=(n_classes, n_images, d))
-        x = x.reshape(-1, 1, d) + .2*rng.normal(size=(n_classes*n_images, v, d))
+        x = x.reshape(-1, 1, d) + 0.2 * rng.normal(size=(n_classes * n_images, v, d))
         return x.astype(np.float32), np.repeat(np.arange(n_classes), n_images)
+
     return features_from_arrays(train=split(views), val=split(1), test=split(1))
 
 
 def models(dtype=torch.float64, d=10, **kw):
     aim = AIM(d, 14, **{**dict(M=8, K=3, l=1, d_h=6, d_k=5), **kw}, generator=torch_rng(1))
     layers = {"sib": Identity(d), "sib+linear": linear_twin(aim, generator=torch_rng(2)), "sib+aim": aim}
-    return {k: (m.to(dtype).eval(), SIBHead(m.d_out, eps=.02, generator=torch_rng(3)).to(dtype)) for k, m in layers.items()}
+    return {
+        k: (m.to(dtype).eval(), SIBHead(m.d_out, eps=0.02, generator=torch_rng(3)).to(dtype)) for k, m in layers.items()
+    }
 
 
 # ---------------------------------------------------------------- evaluation
@@ -40,13 +45,13 @@ def test_evaluate_equals_the_copies(method, adapt, n_shot):
     episodes = draw_episodes(world().class_rows("val"), 0, range(6), n_shot=n_shot, n_query=5, stream="val")
     layer, head = models()[method]
     before = [p.clone() for p in layer.parameters()]
-    fast = evaluate(layer, head, x, episodes, adapt=adapt, lr=.1, keep_logits=True, chunk=4)
-    slow = evaluate_reference(layer, head, x, episodes, adapt=adapt, lr=.1)
+    fast = evaluate(layer, head, x, episodes, adapt=adapt, lr=0.1, keep_logits=True, chunk=4)
+    slow = evaluate_reference(layer, head, x, episodes, adapt=adapt, lr=0.1)
     assert (fast.logits - slow.logits).abs().max() < 1e-10
     assert np.array_equal(fast.accuracy, slow.accuracy) and fast.ci95 == slow.ci95
-    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters()))      # the slow weights stay
-    if method != "sib" and adapt:                                                   # negative control: another rate is seen
-        other = evaluate(layer, head, x, episodes, lr=.1001, keep_logits=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters()))  # the slow weights stay
+    if method != "sib" and adapt:  # negative control: another rate is seen
+        other = evaluate(layer, head, x, episodes, lr=0.1001, keep_logits=True)
         assert (other.logits - slow.logits).abs().max() > 1e-6
 
 
@@ -55,27 +60,37 @@ def test_evaluate_variants_of_aim(kw):
     x = world().tensor("val").double()
     episodes = draw_episodes(world().class_rows("val"), 1, range(4), n_query=5, stream="val")
     layer, head = models(**kw)["sib+aim"]
-    fast, slow = evaluate(layer, head, x, episodes, lr=.03, keep_logits=True), evaluate_reference(layer, head, x, episodes, lr=.03)
+    fast, slow = (
+        evaluate(layer, head, x, episodes, lr=0.03, keep_logits=True),
+        evaluate_reference(layer, head, x, episodes, lr=0.03),
+    )
     assert (fast.logits - slow.logits).abs().max() < 1e-10
 
 
 def test_product_table_under_any_memory_limit():
     x, g = world().tensor("val"), torch_rng(0)
     W = torch.randn(5, 10, 3, generator=g)
-    for limit in (12, 12*7, 2**20):
+    for limit in (12, 12 * 7, 2**20):
         table = ProductTable(x, W, limit)
         for k in range(6):
-            rows, mask, a = torch.randint(len(x), (9,), generator=g), torch.rand(9, 5, generator=g) > .5, torch.rand(9, 5, generator=g)
-            mask[0] = False                                                         # a row that uses nothing
-            want = torch.einsum("rm,rd,mdv->rv", a*mask, x[rows], W)
+            rows, mask, a = (
+                torch.randint(len(x), (9,), generator=g),
+                torch.rand(9, 5, generator=g) > 0.5,
+                torch.rand(9, 5, generator=g),
+            )
+            mask[0] = False  # a row that uses nothing
+            want = torch.einsum("rm,rd,mdv->rv", a * mask, x[rows], W)
             assert torch.allclose(weighted_sum(table, find_pairs(table, rows, mask), a), want, atol=1e-5)
 
 
 def test_evaluate_refuses_unknown_layers_and_decisions():
     x, episodes = world().tensor("val"), draw_episodes(world().class_rows("val"), 0, range(2), n_query=5)
-    with pytest.raises(AimError, match="Linear"): evaluate(torch.nn.Linear(10, 4), SIBHead(4), x, episodes)
-    with pytest.raises(AimError, match="decision"): evaluate(*models(torch.float32)["sib+aim"], x, episodes, decision="firm")
-    with pytest.raises(AimError, match="sigmoid"): evaluate(*models(torch.float32, gate="raw")["sib+aim"], x, episodes, decision="soft")
+    with pytest.raises(AimError, match="Linear"):
+        evaluate(torch.nn.Linear(10, 4), SIBHead(4), x, episodes)
+    with pytest.raises(AimError, match="decision"):
+        evaluate(*models(torch.float32)["sib+aim"], x, episodes, decision="firm")
+    with pytest.raises(AimError, match="sigmoid"):
+        evaluate(*models(torch.float32, gate="raw")["sib+aim"], x, episodes, decision="soft")
 
 
 # ---------------------------------------------------------------- training: killed and resumed
@@ -95,48 +110,79 @@ BUDGET = Budget("test", "fewshot", steps=24, val_every=8, val_episodes=6, test_e
 
 
 def run(folder, method="sib+aim", update="inplace", callbacks=(), seed=0):
-    return train_fewshot(world(), method, seed=seed, budget=BUDGET, protocol=Protocol(aim_update=update), **SMALL, rates=Rates(.02, .05, .01, .9, 5e-4), n_query=5,
-                         callbacks=callbacks, checkpoints=Checkpoints(folder, {"method": method, "update": update}), save_every=5)
+    return train_fewshot(
+        world(),
+        method,
+        seed=seed,
+        budget=BUDGET,
+        protocol=Protocol(aim_update=update),
+        **SMALL,
+        rates=Rates(0.02, 0.05, 0.01, 0.9, 5e-4),
+        n_query=5,
+        callbacks=callbacks,
+        checkpoints=Checkpoints(folder, {"method": method, "update": update}),
+        save_every=5,
+    )
 
 
 def in_process(folder, method, update, kill):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "AIM_LIVE": "0"}
-    return subprocess.run([sys.executable, "-c", SCRIPT, os.path.dirname(__file__), str(folder), method, update, str(kill)], env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, os.path.dirname(__file__), str(folder), method, update, str(kill)],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
 
 
 def last_tensors(folder, method, update):
     return Checkpoints(folder, {"method": method, "update": update}).latest().tensors
 
 
-@pytest.mark.parametrize("method, update, kill", [("sib+aim", "inplace", 13), ("sib+aim", "episode", 7), ("sib+linear", "inplace", 18)])
+@pytest.mark.parametrize(
+    "method, update, kill", [("sib+aim", "inplace", 13), ("sib+aim", "episode", 7), ("sib+linear", "inplace", 18)]
+)
 def test_killed_run_resumes_to_the_same_bits(tmp_path, method, update, kill):
     torch.set_num_threads(1)
-    whole = run(tmp_path/"whole", method, update)
-    assert in_process(tmp_path/"cut", method, update, kill).returncode == -signal.SIGKILL
-    done = in_process(tmp_path/"cut", method, update, -1)
+    whole = run(tmp_path / "whole", method, update)
+    assert in_process(tmp_path / "cut", method, update, kill).returncode == -signal.SIGKILL
+    done = in_process(tmp_path / "cut", method, update, -1)
     told = json.loads(done.stdout.strip().splitlines()[-1])
-    assert told["resumed"] == 5*(kill//5) > 0
+    assert told["resumed"] == 5 * (kill // 5) > 0
     assert told["metrics"] == whole.metrics and told["history"] == list(whole.history)
-    a, b = last_tensors(tmp_path/"whole", method, update), last_tensors(tmp_path/"cut", method, update)
+    a, b = last_tensors(tmp_path / "whole", method, update), last_tensors(tmp_path / "cut", method, update)
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_the_comparison_can_fail(tmp_path):
-    a, b = run(tmp_path/"a"), run(tmp_path/"b", seed=1)
-    ta, tb = (last_tensors(tmp_path/k, "sib+aim", "inplace") for k in "ab")
+    a, b = run(tmp_path / "a"), run(tmp_path / "b", seed=1)
+    ta, tb = (last_tensors(tmp_path / k, "sib+aim", "inplace") for k in "ab")
     assert a.metrics != b.metrics and any(not torch.equal(ta[k], tb[k]) for k in ta)
 
 
 @pytest.mark.parametrize("lost", ["momentum", "queries.q", "queries.s", "queries.G", "frame.0", "frame.1"])
 def test_every_part_of_the_state_matters(lost):
     "A state taken in the middle of a later block leads on to the same bits; one with other momentum (or other queries in memory) leads elsewhere."
-    def fresh(): return FewshotTrainee(make_layer("sib+aim", 10, **SMALL), SIBHead(12, generator=torch_rng(0)), world(), rates=Rates(.02, .05, .01, .9, 5e-4), n_query=5, val_episodes=3)
-    one = fresh(); [one.step(i) for i in range(12)]
+
+    def fresh():
+        return FewshotTrainee(
+            make_layer("sib+aim", 10, **SMALL),
+            SIBHead(12, generator=torch_rng(0)),
+            world(),
+            rates=Rates(0.02, 0.05, 0.01, 0.9, 5e-4),
+            n_query=5,
+            val_episodes=3,
+        )
+
+    one = fresh()
+    [one.step(i) for i in range(12)]
     state = {k: v.clone() for k, v in one.tensors().items()}
     assert state["again"].tolist() == [8, 4] and one.block == 8
     same, other = fresh(), fresh()
-    same.load(state); other.load({**state, lost: state[lost] + .1})
-    for t in (one, same, other): [t.step(i) for i in range(12, 18)]
+    same.load(state)
+    other.load({**state, lost: state[lost] + 0.1})
+    for t in (one, same, other):
+        [t.step(i) for i in range(12, 18)]
     equal = lambda s, t: all(torch.equal(a, b) for a, b in zip(s.weights().values(), t.weights().values()))
     assert equal(one, same) and not equal(one, other)
 
@@ -144,54 +190,90 @@ def test_every_part_of_the_state_matters(lost):
 # ---------------------------------------------------------------- training: what it does, what it refuses
 def test_only_the_layer_of_the_method_is_trained():
     for method in FEWSHOT_METHODS:
-        layer = make_layer(method, 10, **SMALL); head = SIBHead(layer.d_out, generator=torch_rng(0))
+        layer = make_layer(method, 10, **SMALL)
+        head = SIBHead(layer.d_out, generator=torch_rng(0))
         t = FewshotTrainee(layer, head, world(), n_query=5, val_episodes=3)
         before = {k: v.clone() for k, v in t.weights().items()}
         [t.step(i) for i in range(3)]
         moved = {k for k, v in t.weights().items() if not torch.equal(v, before[k])}
-        assert any(k.startswith("head.") for k in moved) and any(k.startswith("layer.") for k in moved) == (method != "sib")
+        assert any(k.startswith("head.") for k in moved) and any(k.startswith("layer.") for k in moved) == (
+            method != "sib"
+        )
 
 
 def test_algorithm1_moves_the_layer_by_the_support_alone():
     def after(update, nu_out):
-        t = FewshotTrainee(make_layer("sib+aim", 10, **SMALL), SIBHead(12, generator=torch_rng(0)), world(), protocol=Protocol(aim_update=update),
-                           rates=Rates(.02, nu_out, .01, .9, 5e-4), n_query=5, val_episodes=3)
+        t = FewshotTrainee(
+            make_layer("sib+aim", 10, **SMALL),
+            SIBHead(12, generator=torch_rng(0)),
+            world(),
+            protocol=Protocol(aim_update=update),
+            rates=Rates(0.02, nu_out, 0.01, 0.9, 5e-4),
+            n_query=5,
+            val_episodes=3,
+        )
         t.step(0)
         return t.weights()["layer.W_M"].clone()
-    assert torch.equal(after("algorithm1", .05), after("algorithm1", .5)) and torch.equal(after("algorithm1", .05), after("inplace", 0.))
-    assert not torch.equal(after("inplace", .05), after("inplace", 0.))
+
+    assert torch.equal(after("algorithm1", 0.05), after("algorithm1", 0.5)) and torch.equal(
+        after("algorithm1", 0.05), after("inplace", 0.0)
+    )
+    assert not torch.equal(after("inplace", 0.05), after("inplace", 0.0))
 
 
 def test_collapse_is_said():
     layer = make_layer("sib+aim", 10, **SMALL)
     with torch.no_grad():
-        layer.h.zero_(); layer.W_Q.zero_()                     # all scores one half: everybody takes the same K
-    t = FewshotTrainee(layer, SIBHead(12), world(), n_query=5, val_episodes=3, rates=Rates(0., 0., .01, .9, 5e-4))
-    with pytest.warns(UserWarning, match="collapsed"): t.validate(1)
+        layer.h.zero_()
+        layer.W_Q.zero_()  # all scores one half: everybody takes the same K
+    t = FewshotTrainee(layer, SIBHead(12), world(), n_query=5, val_episodes=3, rates=Rates(0.0, 0.0, 0.01, 0.9, 5e-4))
+    with pytest.warns(UserWarning, match="collapsed"):
+        t.validate(1)
 
 
 def test_clear_errors():
-    with pytest.raises(AimError, match="method"): train_fewshot(world(), "sib+magic", budget=BUDGET)
-    with pytest.raises(AimError, match="algorithm1"): train_fewshot(world(), "sib+aim", budget=BUDGET, protocol=Protocol(aim_update="algorithm1", adapt=False), **SMALL)
-    with pytest.raises(AimError, match="n_shot"): train_fewshot(world(), "sib", n_shot=0, budget=BUDGET)
-    with pytest.raises(AimError, match="images"): train_fewshot(world(), "sib", n_shot=10, budget=BUDGET)
-    with pytest.raises(AimError, match="budget"): train_fewshot(world(), "sib", budget="endless")
+    with pytest.raises(AimError, match="method"):
+        train_fewshot(world(), "sib+magic", budget=BUDGET)
+    with pytest.raises(AimError, match="algorithm1"):
+        train_fewshot(
+            world(), "sib+aim", budget=BUDGET, protocol=Protocol(aim_update="algorithm1", adapt=False), **SMALL
+        )
+    with pytest.raises(AimError, match="n_shot"):
+        train_fewshot(world(), "sib", n_shot=0, budget=BUDGET)
+    with pytest.raises(AimError, match="images"):
+        train_fewshot(world(), "sib", n_shot=10, budget=BUDGET)
+    with pytest.raises(AimError, match="budget"):
+        train_fewshot(world(), "sib", budget="endless")
 
 
 def test_fresh_looks_at_the_mechanisms_again(tmp_path, monkeypatch):
     "Once for each record in a process, as the runs do."
     from aim_nb import activation, loop
     from aim_nb.records import new_record
+
     monkeypatch.setenv("AIM_RUNS", str(tmp_path))
-    run = new_record("fewshot", "glyphs", "sib+aim", 0, BUDGET, Protocol(), dict(backbone="conv4", n_shot=1, M=6, K=2, l=0), "0", dict(accuracy=50., ci95=1.))
-    log, looks = dict(step=np.arange(3), mask=np.full((3, 2, 6), .5), score=np.full((3, 2, 6), .5)), []
+    run = new_record(
+        "fewshot",
+        "glyphs",
+        "sib+aim",
+        0,
+        BUDGET,
+        Protocol(),
+        dict(backbone="conv4", n_shot=1, M=6, K=2, l=0),
+        "0",
+        dict(accuracy=50.0, ci95=1.0),
+    )
+    log, looks = dict(step=np.arange(3), mask=np.full((3, 2, 6), 0.5), score=np.full((3, 2, 6), 0.5)), []
     monkeypatch.setattr(activation, "validation_features", lambda *a: looks.append(1) or (None, None))
-    monkeypatch.setattr(activation, "slow_attention", lambda *a: (np.full((4, 6), .5), None))
+    monkeypatch.setattr(activation, "slow_attention", lambda *a: (np.full((4, 6), 0.5), None))
     monkeypatch.setattr(activation, "read_log", lambda r: (log, dict(classes=["a", "b"])))
-    for _ in range(2): activation.fewshot_activation(run)
-    assert len(looks) == 1                  # found
-    monkeypatch.setenv("AIM_FRESH", "1"); monkeypatch.setattr(loop, "_begun", set())
-    for _ in range(2): activation.fewshot_activation(run)
+    for _ in range(2):
+        activation.fewshot_activation(run)
+    assert len(looks) == 1  # found
+    monkeypatch.setenv("AIM_FRESH", "1")
+    monkeypatch.setattr(loop, "_begun", set())
+    for _ in range(2):
+        activation.fewshot_activation(run)
     assert len(looks) == 2
     activation.fewshot_activation(run, fresh=True)
     assert len(looks) == 3
@@ -199,6 +281,9 @@ def test_fresh_looks_at_the_mechanisms_again(tmp_path, monkeypatch):
 
 def test_own_arrays_plug_in():
     rng = numpy_rng(0, "own")
-    own = {s: (rng.normal(size=(6*25, 9)).astype(np.float32), np.repeat(np.arange(6), 25)) for s in ("train", "val", "test")}
+    own = {
+        s: (rng.normal(size=(6 * 25, 9)).astype(np.float32), np.repeat(np.arange(6), 25))
+        for s in ("train", "val", "test")
+    }
     r = train_fewshot(own, "sib", budget=Budget("test", "fewshot", 4, 2, 3, 4))
     assert r.metrics["d_in"] == 9 and 0 <= r.metrics["accuracy"] <= 100 and r.history[-1]["step"] == 4

@@ -1,4 +1,5 @@
 """JupyterLab as a person uses it: open a notebook, run all its cells, move a slider, see picture and numbers change, and no error in the page."""
+
 import json
 import os
 import shutil
@@ -16,8 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PATIENCE = 600  # seconds a page may take to run all its cells: it is no measurement, a slow machine only takes longer
 
-SETTINGS = {"notebook-extension/tracker": '{"windowingMode": "none"}', # every cell is in the page, not only those that can be seen
-            "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}'} # ask nothing, load nothing
+SETTINGS = {
+    "notebook-extension/tracker": '{"windowingMode": "none"}',  # every cell is in the page, not only those that can be seen
+    "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
+}  # ask nothing, load nothing
 
 
 def free_port():
@@ -31,7 +34,8 @@ def small_project(folder, *stems):
     (folder / "nbs").mkdir(parents=True)
     shutil.copy(ROOT / "settings.ini", folder)
     shutil.copytree(ROOT / "results", folder / "results")
-    for stem in stems: shutil.copy(ROOT / "nbs" / f"{stem}.ipynb", folder / "nbs")
+    for stem in stems:
+        shutil.copy(ROOT / "nbs" / f"{stem}.ipynb", folder / "nbs")
     return folder / "nbs"
 
 
@@ -43,39 +47,59 @@ def broken_notebook():
 
 
 def get(url, timeout=10):
-    with urllib.request.urlopen(url, timeout=timeout) as answer: return json.load(answer)
+    with urllib.request.urlopen(url, timeout=timeout) as answer:
+        return json.load(answer)
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     "JupyterLab on 127.0.0.1, with settings of its own; its address."
-    if not CHROMIUM: pytest.skip("no chromium on this machine: JupyterLab was not opened in a browser")
+    if not CHROMIUM:
+        pytest.skip("no chromium on this machine: JupyterLab was not opened in a browser")
     tmp = tmp_path_factory.mktemp("lab")
     folder, port = small_project(tmp / "project", "10_aim", "40_explore"), free_port()
     nbformat.write(broken_notebook(), folder / "broken.ipynb")
-    own = {f"JUPYTER_{k}_DIR": str(tmp / k.lower()) for k in ("CONFIG", "DATA", "RUNTIME")} | {f"JUPYTERLAB_{k}_DIR": str(tmp / k.lower()) for k in ("SETTINGS", "WORKSPACES")}
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={folder}"]
+    own = {f"JUPYTER_{k}_DIR": str(tmp / k.lower()) for k in ("CONFIG", "DATA", "RUNTIME")} | {
+        f"JUPYTERLAB_{k}_DIR": str(tmp / k.lower()) for k in ("SETTINGS", "WORKSPACES")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        "--IdentityProvider.token=",
+        f"--ServerApp.root_dir={folder}",
+    ]
     for name, text in SETTINGS.items():
         path = tmp / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    env = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"} # pictures belong into the page
-    with open(tmp / "server.log", "w") as log: server = subprocess.Popen(command, cwd=folder, env=env | own, stdout=log, stderr=log)
+    env = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"}  # pictures belong into the page
+    with open(tmp / "server.log", "w") as log:
+        server = subprocess.Popen(command, cwd=folder, env=env | own, stdout=log, stderr=log)
     base = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):
             assert server.poll() is None, (tmp / "server.log").read_text()[-2000:]
-            try: get(f"{base}/api/status"); break
-            except OSError: time.sleep(.5)
+            try:
+                get(f"{base}/api/status")
+                break
+            except OSError:
+                time.sleep(0.5)
         yield base
     finally:
-        server.terminate() # it ends its kernels, too
+        server.terminate()  # it ends its kernels, too
         server.wait(60)
 
 
 @pytest.fixture(scope="module")
 def browser(lab):
     from playwright.sync_api import sync_playwright
+
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -85,15 +109,18 @@ def browser(lab):
 def open_notebook(browser, lab, name):
     "The notebook's page, and a list that will hold what goes wrong in it."
     page, wrong = browser.new_page(viewport=dict(width=1400, height=1600)), []
-    page.set_default_timeout(1000*PATIENCE)
+    page.set_default_timeout(1000 * PATIENCE)
     page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
     page.on("pageerror", lambda e: wrong.append(str(e)))
-    page.goto(f"{lab}/lab/workspaces/{Path(name).stem}/tree/{name}") # a workspace of its own: no other notebook in the page
+    page.goto(
+        f"{lab}/lab/workspaces/{Path(name).stem}/tree/{name}"
+    )  # a workspace of its own: no other notebook in the page
     page.wait_for_selector(".jp-Notebook .jp-Cell")
     return page, wrong
 
 
-def kernel_state(lab, name): return next((s["kernel"]["execution_state"] for s in get(f"{lab}/api/sessions") if s["path"] == name), "")
+def kernel_state(lab, name):
+    return next((s["kernel"]["execution_state"] for s in get(f"{lab}/api/sessions") if s["path"] == name), "")
 
 
 def wait_until(page, done, seconds, what):
@@ -131,7 +158,12 @@ def move(page, slider):
     before = see()
     handle.focus()
     page.keyboard.press("ArrowRight")
-    wait_until(page, lambda: cell.locator("img").count() and all(a != b for a, b in zip(before, see())), PATIENCE, "a change after the slider was moved")
+    wait_until(
+        page,
+        lambda: cell.locator("img").count() and all(a != b for a, b in zip(before, see())),
+        PATIENCE,
+        "a change after the slider was moved",
+    )
     return before, see()
 
 
@@ -149,9 +181,9 @@ def test_explorer_answers_its_sliders(browser, lab):
     page, wrong = open_notebook(browser, lab, "40_explore.ipynb")
     run_all(page, lab, "40_explore.ipynb")
     checked(page, wrong)
-    (one, _), (two, _) = move(page, 0)                    # another class
+    (one, _), (two, _) = move(page, 0)  # another class
     assert "probability of its class" in one and "without mechanism" not in two
-    (_, _), (three, _) = move(page, 2)                    # a mechanism is silenced
+    (_, _), (three, _) = move(page, 2)  # a mechanism is silenced
     assert "without mechanism 0" in three
     checked(page, wrong)
     page.close()
@@ -161,5 +193,6 @@ def test_an_error_in_a_cell_would_be_seen(browser, lab):
     "The checks above can fail."
     page, wrong = open_notebook(browser, lab, "broken.ipynb")
     run_all(page, lab, "broken.ipynb")
-    with pytest.raises(AssertionError): checked(page, wrong)
+    with pytest.raises(AssertionError):
+        checked(page, wrong)
     page.close()

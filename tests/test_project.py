@@ -1,4 +1,5 @@
 """The project as a whole: notebooks in order, made files in step with their sources, nothing that should not be in a repository."""
+
 import ast
 import configparser
 import json
@@ -19,30 +20,39 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 each_experiment = pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
 
 
-def read(path): return nbformat.read(path, 4)
+def read(path):
+    return nbformat.read(path, 4)
 
 
-def code(nb): return [c for c in nb.cells if c.cell_type == "code"]
+def code(nb):
+    return [c for c in nb.cells if c.cell_type == "code"]
 
 
-def tagged(nb, tag): return [c for c in code(nb) if tag in c.metadata.get("tags", [])]
+def tagged(nb, tag):
+    return [c for c in code(nb) if tag in c.metadata.get("tags", [])]
 
 
 def tracked():
     "Files that git has or would take."
-    out = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True)
-    if out.returncode: pytest.skip("not a git clone")
+    out = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True
+    )
+    if out.returncode:
+        pytest.skip("not a git clone")
     return [ROOT / n for n in out.stdout.split("\0") if n and (ROOT / n).is_file()]
 
 
 # notebooks
+
 
 @each_notebook
 def test_notebook_form(path):
     raw, nb = json.loads(path.read_text()), read(path)
     assert (raw["nbformat"], raw["nbformat_minor"]) == (4, 5)
     ids = [c.get("id") for c in raw["cells"]]
-    assert all(ids) and len(set(ids)) == len(ids), "cell ids have to be stored and unique, else export headers change each time"
+    assert all(ids) and len(set(ids)) == len(ids), (
+        "cell ids have to be stored and unique, else export headers change each time"
+    )
     assert raw["metadata"]["kernelspec"] == KERNEL
     assert re.match(r"# .+\n+> .+", nb.cells[0].source), "a notebook opens with a title and one line"
     assert not [o for c in code(nb) for o in c.outputs if o.output_type == "error"], "a stored output is an error"
@@ -71,13 +81,17 @@ def test_stems_are_unique_without_their_numbers():
 def test_imports_stand_alone(path):
     "nbdev runs every cell that imports, and only those, to make the pages of notebooks that export."
     nb = read(path)
-    if not any(re.search(r"^#\|\s*export", c.source, re.M) for c in code(nb)): return
+    if not any(re.search(r"^#\|\s*export", c.source, re.M) for c in code(nb)):
+        return
     for c in code(nb):
-        if c.source.lstrip().startswith(("%", "!")): continue
+        if c.source.lstrip().startswith(("%", "!")):
+            continue
         tree = ast.parse(c.source)
         imports = any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.walk(tree))
         other = [n for n in tree.body if not isinstance(n, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef))]
-        assert not (imports and other) or "#| export" in c.source, f"imports share a cell with other code: {c.source[:60]!r}"
+        assert not (imports and other) or "#| export" in c.source, (
+            f"imports share a cell with other code: {c.source[:60]!r}"
+        )
         assert "import *" not in c.source or "#| export" not in c.source
 
 
@@ -98,26 +112,34 @@ def test_experiments_export_nothing_and_print_a_summary(path):
     nb = read(path)
     assert not any("nbdev_export(" in c.source for c in code(nb)), "it would rewrite the package in the middle of a run"
     outputs = [o for c in tagged(nb, "summary") for o in c.outputs]
-    assert any(o.get("text") or o.get("data", {}).get("text/plain") for o in outputs), "a cell tagged summary prints what `aim-nb run` shows"
+    assert any(o.get("text") or o.get("data", {}).get("text/plain") for o in outputs), (
+        "a cell tagged summary prints what `aim-nb run` shows"
+    )
 
 
 # nbdev and papermill
 
+
 def small_project(folder, keep_tags=True):
     "A project of one notebook with this project's settings."
     text = (ROOT / "settings.ini").read_text()
-    if not keep_tags: text = re.sub(r"allowed_cell_metadata_keys.*", "allowed_cell_metadata_keys =", text)
+    if not keep_tags:
+        text = re.sub(r"allowed_cell_metadata_keys.*", "allowed_cell_metadata_keys =", text)
     (folder / "settings.ini").write_text(text)
     (folder / "nbs").mkdir()
     nb = nbformat.v4.new_notebook(metadata={"kernelspec": KERNEL, "dirty": 1})
-    nb.cells = [nbformat.v4.new_code_cell("n = 1  # how many", metadata={"tags": ["parameters"], "junk": 1}, execution_count=7),
-                nbformat.v4.new_code_cell("print('n is', n)")]
+    nb.cells = [
+        nbformat.v4.new_code_cell("n = 1  # how many", metadata={"tags": ["parameters"], "junk": 1}, execution_count=7),
+        nbformat.v4.new_code_cell("print('n is', n)"),
+    ]
     nbformat.write(nb, folder / "nbs/20_toy.ipynb")
     return folder / "nbs/20_toy.ipynb"
 
 
 def tool(name, *args, cwd):
-    done = subprocess.run([Path(sys.executable).parent / name, *map(str, args)], cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run(
+        [Path(sys.executable).parent / name, *map(str, args)], cwd=cwd, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -126,7 +148,9 @@ def test_parameters_tag_survives_cleaning_and_papermill_uses_it(tmp_path):
     path = small_project(tmp_path)
     tool("nbdev_clean", cwd=tmp_path)
     nb = read(path)
-    assert tagged(nb, "parameters") and "junk" not in nb.cells[0].metadata and "dirty" not in nb.metadata, "cleaning did its work and left the tag"
+    assert tagged(nb, "parameters") and "junk" not in nb.cells[0].metadata and "dirty" not in nb.metadata, (
+        "cleaning did its work and left the tag"
+    )
     tool("papermill", path, tmp_path / "out.ipynb", "-p", "n", 5, cwd=tmp_path)
     assert "n is 5" in (tmp_path / "out.ipynb").read_text()
 
@@ -147,14 +171,26 @@ def test_every_experiment_keeps_its_tag_when_cleaned(path, tmp_path):
 
 
 def test_settings_are_those_that_were_tried():
-    config = configparser.ConfigParser(); config.read(ROOT / "settings.ini")
+    config = configparser.ConfigParser()
+    config.read(ROOT / "settings.ini")
     got = config["DEFAULT"]
-    want = dict(tst_flags="notest slow cuda", allowed_metadata_keys="", allowed_cell_metadata_keys="tags", clear_all="False", jupyter_hooks="True",
-                clean_ids="True", update_pyproject="False", recursive="True", readme_nb="index.ipynb", min_python="3.11")
+    want = dict(
+        tst_flags="notest slow cuda",
+        allowed_metadata_keys="",
+        allowed_cell_metadata_keys="tags",
+        clear_all="False",
+        jupyter_hooks="True",
+        clean_ids="True",
+        update_pyproject="False",
+        recursive="True",
+        readme_nb="index.ipynb",
+        min_python="3.11",
+    )
     assert {k: got.get(k) for k in want} == want
 
 
 # layout and made files
+
 
 def test_layout():
     for name in "nbs aim_nb figures results tests settings.ini setup.py _quarto.yml README.md constraints.txt Makefile LICENSE CITATION.cff CONTRIBUTING.md CHANGELOG.md .ci/run .gitignore".split():
@@ -179,7 +215,13 @@ def test_readme_says_what_a_newcomer_needs():
     text = (ROOT / "README.md").read_text()
     first_screen = "\n".join(text.splitlines()[:45])
     assert "make demo" in first_screen and "make test" in first_screen
-    for needed in ("pip install -c constraints.txt -e '.[dev]'", "from aim_nb.aim import AIM", "papermill nbs/20_fewshot.ipynb out.ipynb -p dataset cifar-fs", "aim-nb run", "](figures/AIM."):
+    for needed in (
+        "pip install -c constraints.txt -e '.[dev]'",
+        "from aim_nb.aim import AIM",
+        "papermill nbs/20_fewshot.ipynb out.ipynb -p dataset cifar-fs",
+        "aim-nb run",
+        "](figures/AIM.",
+    ):
         assert needed in text, needed
 
 
@@ -195,21 +237,45 @@ def test_readme_names_every_notebook():
 
 def test_makefile_targets_are_real():
     text = (ROOT / "Makefile").read_text()
-    for script in re.findall(r"(?:python|\$\(PY\)) ((?:tools|tests|benchmarks)/\S+\.py)", text): assert (ROOT / script).exists(), script
-    for nb in re.findall(r"nbs/\S+\.ipynb", text): assert (ROOT / nb).exists(), nb
+    for script in re.findall(r"(?:python|\$\(PY\)) ((?:tools|tests|benchmarks)/\S+\.py)", text):
+        assert (ROOT / script).exists(), script
+    for nb in re.findall(r"nbs/\S+\.ipynb", text):
+        assert (ROOT / nb).exists(), nb
     phony = set(" ".join(re.findall(r"^\.PHONY:(.*)$", text, re.M)).split())
     assert phony == {t for t in re.findall(r"^([a-z-]+):", text, re.M)}
 
 
 # hygiene
 
-BAD_TEXT = [re.compile(p) for p in (r"/ro" r"ot/", r"/wo" r"rk/", r"/ho" r"me/[a-z]", r"\bTO" r"DO\b", r"\bFIX" r"ME\b", r"NotImplemented" r"Error")]
+BAD_TEXT = [
+    re.compile(p)
+    for p in (
+        r"/ro" r"ot/",
+        r"/wo" r"rk/",
+        r"/ho" r"me/[a-z]",
+        r"\bTO" r"DO\b",
+        r"\bFIX" r"ME\b",
+        r"NotImplemented" r"Error",
+    )
+]
 
 
 def test_no_machine_paths_or_stubs_in_text_files():
     found = []
     for path in tracked():
-        if path.suffix not in (".py", ".ipynb", ".md", ".toml", ".json", ".csv", ".ini", ".yml", ".cff", ".txt") and path.name not in ("Makefile", "run"): continue
+        if path.suffix not in (
+            ".py",
+            ".ipynb",
+            ".md",
+            ".toml",
+            ".json",
+            ".csv",
+            ".ini",
+            ".yml",
+            ".cff",
+            ".txt",
+        ) and path.name not in ("Makefile", "run"):
+            continue
         text = re.sub(r'"image/png": "[^"]*"', "", path.read_text(errors="ignore"))
         found += [f"{path.relative_to(ROOT)}: {m[0]}" for p in BAD_TEXT for m in p.finditer(text)]
     assert not found
@@ -218,13 +284,19 @@ def test_no_machine_paths_or_stubs_in_text_files():
 def test_no_file_is_too_large_or_is_data():
     files = tracked()
     assert not [f.name for f in files if f.stat().st_size > 10_000_000]
-    assert not [f for f in files if f.suffix in (".npy", ".npz", ".pkl", ".pickle", ".pt", ".pth", ".zip", ".gz", ".jpg")]
+    assert not [
+        f for f in files if f.suffix in (".npy", ".npz", ".pkl", ".pickle", ".pt", ".pth", ".zip", ".gz", ".jpg")
+    ]
 
 
 def test_one_name_everywhere():
-    config = configparser.ConfigParser(); config.read(ROOT / "settings.ini")
+    config = configparser.ConfigParser()
+    config.read(ROOT / "settings.ini")
     got = config["DEFAULT"]
     assert {got["lib_name"], got["repo"], got["lib_path"]} == {"aim_nb"}
     assert got["console_scripts"] == "aim-nb=aim_nb.cli:main", "not `aim`: an experiment tracker owns that name"
-    assert f'version: {got["version"]}' in (ROOT / "CITATION.cff").read_text() and f'## {got["version"]}' in (ROOT / "CHANGELOG.md").read_text()
+    assert (
+        f"version: {got['version']}" in (ROOT / "CITATION.cff").read_text()
+        and f"## {got['version']}" in (ROOT / "CHANGELOG.md").read_text()
+    )
     assert got["version"] in (ROOT / "aim_nb/__init__.py").read_text()

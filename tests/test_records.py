@@ -1,4 +1,5 @@
 """Records: which answer is found, and which code signs it."""
+
 import subprocess
 from pathlib import Path
 
@@ -8,22 +9,38 @@ from aim_nb import records
 from aim_nb.core import Protocol, budget
 
 
-def made(accuracy): return records.new_record("fewshot", "glyphs", "sib", 0, budget("smoke"), Protocol(), dict(backbone="conv4", n_shot=1), "0123", dict(accuracy=accuracy, ci95=.5))
+def made(accuracy):
+    return records.new_record(
+        "fewshot",
+        "glyphs",
+        "sib",
+        0,
+        budget("smoke"),
+        Protocol(),
+        dict(backbone="conv4", n_shot=1),
+        "0123",
+        dict(accuracy=accuracy, ci95=0.5),
+    )
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     "Somebody's project with a repository of its own, where the user stands."
-    (tmp_path / "nbs").mkdir(); (tmp_path / "settings.ini").touch()
-    git = lambda *args: subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@x", "-C", tmp_path, *args], check=True, capture_output=True)
-    git("init"); git("add", "settings.ini"); git("commit", "-m", "theirs")
+    (tmp_path / "nbs").mkdir()
+    (tmp_path / "settings.ini").touch()
+    git = lambda *args: subprocess.run(
+        ["git", "-c", "user.name=x", "-c", "user.email=x@x", "-C", tmp_path, *args], check=True, capture_output=True
+    )
+    git("init")
+    git("add", "settings.ini")
+    git("commit", "-m", "theirs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
     return tmp_path
 
 
 def test_a_fresh_run_is_found_before_the_kept_one(project):
-    kept, fresh = made(50.), made(60.)
+    kept, fresh = made(50.0), made(60.0)
     assert kept["key"] == fresh["key"] and records.find_record(fresh) is None
     records.save_record(kept, records.kept_dir())
     assert records.find_record(fresh) == kept
@@ -34,7 +51,10 @@ def test_a_fresh_run_is_found_before_the_kept_one(project):
 
 
 def test_the_commit_is_that_of_the_package_not_of_where_the_user_stands(project, monkeypatch):
-    commit, theirs = records.code_commit.__wrapped__, subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit, theirs = (
+        records.code_commit.__wrapped__,
+        subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip(),
+    )
     assert commit().removesuffix("+") != theirs
     monkeypatch.chdir(Path(records.__file__).parent)
     inside = commit()
@@ -44,7 +64,8 @@ def test_the_commit_is_that_of_the_package_not_of_where_the_user_stands(project,
 
 def test_a_package_that_no_repository_tracks_has_no_commit(project, monkeypatch):
     package = project / "venv/aim_nb"
-    package.mkdir(parents=True); (package / "__init__.py").touch()
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
     monkeypatch.setattr(records, "files", lambda name: package)
     assert records.code_commit.__wrapped__() == ""
     subprocess.run(["git", "add", "-f", package], check=True)

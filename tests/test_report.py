@@ -1,4 +1,5 @@
 """The report: its coverage rule, its claims and its two notebooks, with no records, made-up records and records that must not count."""
+
 import json
 import re
 import subprocess
@@ -21,37 +22,89 @@ from aim_nb.train_continual import USUAL_NORM
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def fewshot(method="sib", shift=0., name="paper", seed=0, dataset="cifar-fs", n_shot=1, K=8, l=2, decision="hard", ci95=.4, **protocol):
+def fewshot(
+    method="sib",
+    shift=0.0,
+    name="paper",
+    seed=0,
+    dataset="cifar-fs",
+    n_shot=1,
+    K=8,
+    l=2,
+    decision="hard",
+    ci95=0.4,
+    **protocol,
+):
     "A made-up record, `shift` points from the paper's figure of that method."
     where = dict(dataset=dataset, backbone="conv4", n_shot=n_shot)
-    base = paper_value("few-shot", method=method, **where)[0] if paper_table("few-shot", method=method, **where) else 60.
+    base = (
+        paper_value("few-shot", method=method, **where)[0] if paper_table("few-shot", method=method, **where) else 60.0
+    )
     sizes = dict(M=32, K=K, l=l) if method == "sib+aim" else {}
     parameters = dict(backbone="conv4", n_shot=n_shot, **sizes)
-    return new_record("fewshot", dataset, method, seed, budget(name), Protocol(decision=decision, **protocol), parameters, "0", dict(accuracy=base + shift, ci95=ci95))
+    return new_record(
+        "fewshot",
+        dataset,
+        method,
+        seed,
+        budget(name),
+        Protocol(decision=decision, **protocol),
+        parameters,
+        "0",
+        dict(accuracy=base + shift, ci95=ci95),
+    )
 
 
-def continual(method="oml", shift=0., name="paper", dataset="omniglot", norm=USUAL_NORM, runs=2, n_classes=None, **effort):
+def continual(
+    method="oml", shift=0.0, name="paper", dataset="omniglot", norm=USUAL_NORM, runs=2, n_classes=None, **effort
+):
     "A made-up continual record, `shift` points from the paper's figures."
-    rows = [r for r in paper_table("continualz", dataset=dataset, method=method) if n_classes is None or r["n_classes"] <= n_classes]
-    test = [[r["accuracy"] + shift + e for r in rows] for e in np.linspace(-.2, .2, runs)]
-    metrics = dict(n_classes=[r["n_classes"] for r in rows], test=test, train=[[min(100., a + 2) for a in run] for run in test], accuracy=50., ci95=1.)
-    return new_record("continual", dataset, method, 0, replace(budget(name, "continual"), runs=runs, classes=n_classes or 0, **effort), Protocol(norm=norm), dict(M=64, K=10, l=2) if "aim" in method else {}, "0", metrics)
+    rows = [
+        r
+        for r in paper_table("continualz", dataset=dataset, method=method)
+        if n_classes is None or r["n_classes"] <= n_classes
+    ]
+    test = [[r["accuracy"] + shift + e for r in rows] for e in np.linspace(-0.2, 0.2, runs)]
+    metrics = dict(
+        n_classes=[r["n_classes"] for r in rows],
+        test=test,
+        train=[[min(100.0, a + 2) for a in run] for run in test],
+        accuracy=50.0,
+        ci95=1.0,
+    )
+    return new_record(
+        "continual",
+        dataset,
+        method,
+        0,
+        replace(budget(name, "continual"), runs=runs, classes=n_classes or 0, **effort),
+        Protocol(norm=norm),
+        dict(M=64, K=10, l=2) if "aim" in method else {},
+        "0",
+        metrics,
+    )
 
 
 def use(dataset="cifar-fs", method="sib+aim", n_shot=1, last=None, name="paper"):
     "A made-up activation record that ends with the class masks `last`."
-    run = fewshot("sib+aim", n_shot=n_shot, dataset=dataset, name=name) if "sib" in method else continual(method, dataset=dataset, name=name)
-    first = np.full((8, 32), .25)
+    run = (
+        fewshot("sib+aim", n_shot=n_shot, dataset=dataset, name=name)
+        if "sib" in method
+        else continual(method, dataset=dataset, name=name)
+    )
+    first = np.full((8, 32), 0.25)
     last = np.eye(8, 32) if last is None else last
     log = dict(step=[0, 1, 2], mask=np.stack([first, first, last]), score=np.stack([first, first, last]))
-    more = dict(test=activation.pack(last), test_classes=list("abcdefgh"), attention_gap=.2, attention_gap_start=.1)
+    more = dict(test=activation.pack(last), test_classes=list("abcdefgh"), attention_gap=0.2, attention_gap_start=0.1)
     return activation.activation_record(run, log, list("abcdefgh"), "adapted" if "sib" in method else "slow", **more)
 
 
-def covered(records, name="paper"): return next((c["cells"] for c in findings.coverage(records) if c["budget"] == name), 0)
+def covered(records, name="paper"):
+    return next((c["cells"] for c in findings.coverage(records) if c["budget"] == name), 0)
 
 
 # coverage
+
 
 def test_nothing_run_nothing_covered_everything_listed():
     rows = findings.cell_rows([])
@@ -61,13 +114,18 @@ def test_nothing_run_nothing_covered_everything_listed():
 
 
 def test_no_literature_among_the_cells():
-    assert not [r for r in findings.cell_rows([]) if r.get("method") and r["method"] not in ("sib", "sib+linear", "sib+aim", "oml", "oml+linear", "oml+aim", "anml", "anml+aim")]
+    assert not [
+        r
+        for r in findings.cell_rows([])
+        if r.get("method")
+        and r["method"] not in ("sib", "sib+linear", "sib+aim", "oml", "oml+linear", "oml+aim", "anml", "anml+aim")
+    ]
 
 
-@pytest.mark.parametrize("off, cells", [(0., 3), (2.9, 3), (-3.2, 0), (12., 0)])
+@pytest.mark.parametrize("off, cells", [(0.0, 3), (2.9, 3), (-3.2, 0), (12.0, 0)])
 def test_a_cell_counts_only_with_a_right_plain_method(off, cells):
     "SIB, SIB+AIM, and the latter's second place in tab:sto_count."
-    assert covered([fewshot("sib", off), fewshot("sib+aim", 5.)]) == cells
+    assert covered([fewshot("sib", off), fewshot("sib+aim", 5.0)]) == cells
 
 
 def test_aim_alone_does_not_count():
@@ -77,8 +135,12 @@ def test_aim_alone_does_not_count():
 
 
 def test_shorter_trainings_say_whether_they_count():
-    said = lambda off: {r["verdict"] for r in findings.cell_rows([fewshot(m, off, name="quick") for m in ("sib", "sib+aim")]) if r["ours"] is not None}
-    assert (said(1.), said(-9.)) == ({"other budget"}, {"other budget, not reached"})
+    said = lambda off: {
+        r["verdict"]
+        for r in findings.cell_rows([fewshot(m, off, name="quick") for m in ("sib", "sib+aim")])
+        if r["ours"] is not None
+    }
+    assert (said(1.0), said(-9.0)) == ({"other budget"}, {"other budget, not reached"})
 
 
 def test_a_one_cycle_backbone_is_named_in_the_verdict():
@@ -92,8 +154,14 @@ def test_another_budgets_plain_method_does_not_help():
 
 
 def test_other_data_and_moved_switches_do_not_count():
-    assert covered([fewshot("sib", dataset="glyphs", name="quick"), fewshot("sib+aim", dataset="glyphs", name="quick")], "quick") == 0
-    assert covered([fewshot("sib"), fewshot("sib+aim", aim_update="episode")]) == 1      # SIB alone
+    assert (
+        covered(
+            [fewshot("sib", dataset="glyphs", name="quick"), fewshot("sib+aim", dataset="glyphs", name="quick")],
+            "quick",
+        )
+        == 0
+    )
+    assert covered([fewshot("sib"), fewshot("sib+aim", aim_update="episode")]) == 1  # SIB alone
 
 
 def test_seeds_are_one_cell():
@@ -102,18 +170,20 @@ def test_seeds_are_one_cell():
 
 def test_a_stronger_plain_method_counts_on_omniglot():
     "Above the bands of independent re-runs, far above the paper's own figure at 600 classes."
-    records = [continual("oml", 15.), continual("oml+aim", 1.)]
+    records = [continual("oml", 15.0), continual("oml+aim", 1.0)]
     points = {n for n in bands("oml") if n in {r["n_classes"] for r in paper_table("continualz", dataset="omniglot")}}
-    assert len(points) >= 4 and covered(records) == 2*len(paper_table("continualz", dataset="omniglot", method="oml"))
-    assert covered([continual("oml", -30.), continual("oml+aim", 1.)]) == 0
+    assert len(points) >= 4 and covered(records) == 2 * len(paper_table("continualz", dataset="omniglot", method="oml"))
+    assert covered([continual("oml", -30.0), continual("oml+aim", 1.0)]) == 0
 
 
 def test_another_norm_is_another_setting():
     "A plain method with the other norm neither counts nor makes its AIM count."
     n = len(paper_table("continualz", dataset="omniglot", method="anml"))
-    assert covered([continual("anml"), continual("anml+aim", 1.)]) == 2*n
-    assert covered([continual("anml", norm="affine"), continual("anml+aim", 1.)]) == 0
-    assert list(findings.all_figures([continual("anml"), continual("anml", norm="affine")])) == ["benchmark_continual_omniglot"]
+    assert covered([continual("anml"), continual("anml+aim", 1.0)]) == 2 * n
+    assert covered([continual("anml", norm="affine"), continual("anml+aim", 1.0)]) == 0
+    assert list(findings.all_figures([continual("anml"), continual("anml", norm="affine")])) == [
+        "benchmark_continual_omniglot"
+    ]
 
 
 def test_figures_need_all_their_parts():
@@ -126,12 +196,14 @@ def test_figures_need_all_their_parts():
 
 # claims
 
+
 def test_every_claim_has_a_row():
     assert [r["id"] for r in findings.claim_rows([])] == [c["id"] for c in claims()]
     assert {r["verdict"] for r in findings.claim_rows([])} == {"not measured"}
 
 
-def verdicts(records, id): return [r["verdict"] for r in findings.claim_rows(records, [id])]
+def verdicts(records, id):
+    return [r["verdict"] for r in findings.claim_rows(records, [id])]
 
 
 def test_signs_of_a_difference():
@@ -143,7 +215,8 @@ def test_signs_of_a_difference():
 
 
 def test_claims_about_use():
-    shared = np.zeros((8, 32)); shared[:, :3] = 1
+    shared = np.zeros((8, 32))
+    shared[:, :3] = 1
     assert verdicts([use(last=shared)], "shared-mechanisms") == ["supported (one seed, no interval)"]
     assert verdicts([use()], "shared-mechanisms") == ["contradicted (one seed, no interval)"]
     assert verdicts([use()], "use-becomes-sparse") == ["supported (one seed, no interval)"]
@@ -153,28 +226,47 @@ def test_claims_about_use():
 
 
 def test_continual_claims_have_a_row_for_each_number_of_classes():
-    rows = findings.claim_rows([continual("oml"), continual("oml+aim", 1.)], ["aim-beats-oml", "small-generalisation-gap"])
+    rows = findings.claim_rows(
+        [continual("oml"), continual("oml+aim", 1.0)], ["aim-beats-oml", "small-generalisation-gap"]
+    )
     n = len(paper_table("continualz", dataset="omniglot", method="oml"))
-    assert len(rows) == 2*n and all(r["paper"] is not None for r in rows[:n])
+    assert len(rows) == 2 * n and all(r["paper"] is not None for r in rows[:n])
 
 
 def test_claims_for_a_reader_show_the_longest_training_once():
     "Nine numbers of classes on one line, a shorter training on none; an AIM with the other norm has no partner."
-    records = [continual("oml"), continual("oml+aim", 1.), continual("oml", name="paper@500"), continual("oml+aim", 1., name="paper@500")]
+    records = [
+        continual("oml"),
+        continual("oml+aim", 1.0),
+        continual("oml", name="paper@500"),
+        continual("oml+aim", 1.0, name="paper@500"),
+    ]
     lines = findings.claims_markdown(findings.claim_rows(records, ["aim-beats-oml"])).splitlines()[2:]
-    assert len(lines) == 1 and "10: +" in lines[0] and "600: +" in lines[0] and "9 supported" in lines[0] and "paper@500" not in lines[0]
-    assert verdicts([continual("oml"), continual("oml+aim", 1., norm="affine")], "aim-beats-oml") == ["not measured"]
+    assert (
+        len(lines) == 1
+        and "10: +" in lines[0]
+        and "600: +" in lines[0]
+        and "9 supported" in lines[0]
+        and "paper@500" not in lines[0]
+    )
+    assert verdicts([continual("oml"), continual("oml+aim", 1.0, norm="affine")], "aim-beats-oml") == ["not measured"]
 
 
 def test_meta_tests_of_unequal_effort_are_compared_where_both_have_points():
     "Ten runs beside five, a linear layer that was only followed to 100 classes with three: same training, same n, no fall back to a shorter one."
-    long = [continual("oml", name="paper@2000", runs=10), continual("oml+aim", 1., name="paper@2000", runs=5, rates=2, rate_runs=1), continual("oml+linear", 60., name="paper@2000", runs=3, n_classes=100)]
+    long = [
+        continual("oml", name="paper@2000", runs=10),
+        continual("oml+aim", 1.0, name="paper@2000", runs=5, rates=2, rate_runs=1),
+        continual("oml+linear", 60.0, name="paper@2000", runs=3, n_classes=100),
+    ]
     short = [continual(m, name="paper@500", runs=3) for m in ("oml", "oml+aim", "oml+linear")]
     rows = findings.claim_rows(long + short, ["aim-beats-oml", "aim-beats-oml-linear"])
     at = lambda id, b: [r["where"]["n_classes"] for r in rows if (r["id"], r["budget"]) == (id, b)]
     assert len(at("aim-beats-oml", "paper@2000")) == 9 and at("aim-beats-oml-linear", "paper@2000") == [10, 50, 75, 100]
     assert all("2,000 of the paper's" in line for line in findings.gain_lines(long + short))
-    again = findings.points([long[0], continual("oml", 9., name="paper@2000", runs=3)])      # a second, smaller test is no second seed
+    again = findings.points(
+        [long[0], continual("oml", 9.0, name="paper@2000", runs=3)]
+    )  # a second, smaller test is no second seed
     assert {(p.values["accuracy"].n, p.keys[0]) for p in again} == {(1, long[0]["key"])}
     wide = long[1] | dict(budget=long[1]["budget"] | dict(width=48))
     assert [r["verdict"] for r in findings.claim_rows([long[0], wide], ["aim-beats-oml"])] == ["not measured"]
@@ -182,63 +274,103 @@ def test_meta_tests_of_unequal_effort_are_compared_where_both_have_points():
 
 def test_a_longer_training_never_stands_as_a_partner():
     "ANML after 4,000 steps has an extra row; beside ANML+AIM stands ANML after 2,000."
-    records = [continual(m, name="paper@2000") for m in ("oml", "anml", "anml+aim")] + [continual("anml", 9., name="paper@4000", runs=3)]
+    records = [continual(m, name="paper@2000") for m in ("oml", "anml", "anml+aim")] + [
+        continual("anml", 9.0, name="paper@4000", runs=3)
+    ]
     lines = [line.split(" | ")[:2] for line in trajectory_markdown(records, "omniglot").splitlines()[2:]]
     assert lines == [["| OML", "2,000"], ["| ANML", "2,000"], ["| ANML+AIM", "2,000"], ["| ANML", "4,000"]]
     assert "2,000 of the paper's" in findings.gain_lines(records)[0]
 
 
 def test_sentences_to_quote():
-    records = [continual("oml", 2.), continual("oml", 5., name="paper@500"), continual("oml+aim", 1., name="paper@500"), fewshot("sib"), fewshot("sib+aim", -1.)]
+    records = [
+        continual("oml", 2.0),
+        continual("oml", 5.0, name="paper@500"),
+        continual("oml+aim", 1.0, name="paper@500"),
+        fewshot("sib"),
+        fewshot("sib+aim", -1.0),
+    ]
     (sib, plain), gains = findings.plain_lines(records), findings.gain_lines(records)
     assert "SIB on cifar-fs, conv4, 1-shot" in sib and "68.7 % (paper: 68.7)" in sib
-    assert "OML on omniglot" in plain and "the paper's 20,000 steps, one seed" in plain and "96.3 % after 10 classes (paper: 94.3)" in plain
-    assert len(gains) == 2 and "AIM over SIB on cifar-fs, conv4, 1-shot" in gains[0] and "+1.4 ± 0.6 points (paper: +2.4)" in gains[0]
+    assert (
+        "OML on omniglot" in plain
+        and "the paper's 20,000 steps, one seed" in plain
+        and "96.3 % after 10 classes (paper: 94.3)" in plain
+    )
+    assert (
+        len(gains) == 2
+        and "AIM over SIB on cifar-fs, conv4, 1-shot" in gains[0]
+        and "+1.4 ± 0.6 points (paper: +2.4)" in gains[0]
+    )
     assert "500 of the paper's 20,000 steps" in gains[1] and "after 600 classes" in gains[1]
 
 
 def test_the_linear_layer_is_said_to_learn_only_where_it_does():
     say = lambda shift: findings.plain_lines([continual("oml+linear", shift, name="paper@500")])[0]
-    assert "it learns" in say(50.) and "it learns" not in say(0.)
-    (line,) = findings.gain_lines([continual("oml+linear", 50., name="paper@500"), continual("oml+aim", 1., name="paper@500")])
+    assert "it learns" in say(50.0) and "it learns" not in say(0.0)
+    (line,) = findings.gain_lines(
+        [continual("oml+linear", 50.0, name="paper@500"), continual("oml+aim", 1.0, name="paper@500")]
+    )
     assert "AIM over OML+Linear on omniglot" in line
 
 
 def test_where_plain_methods_are_heading():
     "Four points a doubling from 30 below the paper's ANML: 20,000 steps are 5.3 doublings on; two lengths make no trend, and a narrow network is none of them."
-    lengths = [continual("anml", -30. + 4*i, name=f"paper@{500*2**i}") for i in range(3)]
-    (line,) = findings.band_lines([*lengths, continual("anml", 20., name="quick")])
-    assert "gains 4.0 points at 600 classes" in line and "extrapolation" in line and f"would give {63.4 - 30 + 4*np.log2(40):.0f} %" in line and "not met" in line
+    lengths = [continual("anml", -30.0 + 4 * i, name=f"paper@{500 * 2**i}") for i in range(3)]
+    (line,) = findings.band_lines([*lengths, continual("anml", 20.0, name="quick")])
+    assert (
+        "gains 4.0 points at 600 classes" in line
+        and "extrapolation" in line
+        and f"would give {63.4 - 30 + 4 * np.log2(40):.0f} %" in line
+        and "not met" in line
+    )
     assert "extrapolation" not in findings.band_lines(lengths[:2])[0]
-    other = continual("anml", 20., name="paper@4000"); other["parameters"] = dict(lr_in=.1)      # another inner rate is another method
-    assert findings.band_lines([*lengths, other]) == findings.band_lines(lengths) and covered([*lengths, other], "paper@4000") == 0
+    other = continual("anml", 20.0, name="paper@4000")
+    other["parameters"] = dict(lr_in=0.1)  # another inner rate is another method
+    assert (
+        findings.band_lines([*lengths, other]) == findings.band_lines(lengths)
+        and covered([*lengths, other], "paper@4000") == 0
+    )
 
 
 def test_fine_rates_are_compared_with_fine_rates_only():
     "The finer search of the longest training is what stands beside the bands; the trend stays that of the lengths that share their rates, and no claim mixes the two."
-    lengths = [continual("anml", -30. + 4*i, name=f"paper@{500*2**i}") for i in range(3)]
-    (before,), (after,) = findings.band_lines(lengths), findings.band_lines([*lengths, continual("anml", 1., name="paper@2000", rates=14)])
+    lengths = [continual("anml", -30.0 + 4 * i, name=f"paper@{500 * 2**i}") for i in range(3)]
+    (before,), (after,) = (
+        findings.band_lines(lengths),
+        findings.band_lines([*lengths, continual("anml", 1.0, name="paper@2000", rates=14)]),
+    )
     assert "not met" in before and "rates as fine" not in before and "are met" in after and "rates as fine" in after
-    assert before[before.index(" Over "):] == after[after.index(" Over "):]
-    last = continual("anml", 2., name="paper@2000", rates=14); last["parameters"] = dict(checkpoint="last")
+    assert before[before.index(" Over ") :] == after[after.index(" Over ") :]
+    last = continual("anml", 2.0, name="paper@2000", rates=14)
+    last["parameters"] = dict(checkpoint="last")
     assert "rates as fine as the release has them, checkpoint=last)" in findings.band_lines([*lengths, last])[0]
-    mixed = [continual("anml", name="paper@500"), continual("anml+aim", 1., name="paper@500", rates=14)]
-    assert verdicts(mixed, "aim-beats-anml") == ["not measured"] and len(verdicts([*mixed, continual("anml", name="paper@500", rates=14)], "aim-beats-anml")) == 9
+    mixed = [continual("anml", name="paper@500"), continual("anml+aim", 1.0, name="paper@500", rates=14)]
+    assert (
+        verdicts(mixed, "aim-beats-anml") == ["not measured"]
+        and len(verdicts([*mixed, continual("anml", name="paper@500", rates=14)], "aim-beats-anml")) == 9
+    )
 
 
 def test_claims_in_boxes():
-    boxes = lambda records: {line[2:]: b.splitlines()[0] for b in findings.summary_markdown(records).split("\n\n**") for line in b.splitlines()[2:]}
+    boxes = lambda records: {
+        line[2:]: b.splitlines()[0]
+        for b in findings.summary_markdown(records).split("\n\n**")
+        for line in b.splitlines()[2:]
+    }
     where = lambda records, text: next(b.strip("*") for line, b in boxes(records).items() if line.startswith(text))
-    runs = lambda shift, name: [continual("oml", shift, name=name), continual("oml+aim", 1., name=name)]
-    assert where(runs(0., "paper"), "Adding AIM to OML") == findings.HELD
-    assert where(runs(45., "paper@500"), "Adding AIM to OML") == findings.NOT_HELD + findings.SO_FAR
-    assert where(runs(-40., "paper"), "Adding AIM to OML") == where([], "Adding AIM to OML") == findings.UNTESTED
-    assert where([continual("anml"), continual("anml+aim")], "Adding AIM to ANML") == findings.UNTESTED      # the claim leaves Omniglot out
+    runs = lambda shift, name: [continual("oml", shift, name=name), continual("oml+aim", 1.0, name=name)]
+    assert where(runs(0.0, "paper"), "Adding AIM to OML") == findings.HELD
+    assert where(runs(45.0, "paper@500"), "Adding AIM to OML") == findings.NOT_HELD + findings.SO_FAR
+    assert where(runs(-40.0, "paper"), "Adding AIM to OML") == where([], "Adding AIM to OML") == findings.UNTESTED
+    assert (
+        where([continual("anml"), continual("anml+aim")], "Adding AIM to ANML") == findings.UNTESTED
+    )  # the claim leaves Omniglot out
 
 
 def test_a_figure_is_of_one_budget_with_the_most_methods():
     few, many = continual("oml"), [continual(m, name="paper@500") for m in ("oml", "oml+aim")]
-    assert [r["budget"]["name"] for r in findings._one_budget([few, *many])] == ["paper@500"]*2
+    assert [r["budget"]["name"] for r in findings._one_budget([few, *many])] == ["paper@500"] * 2
     assert findings._one_budget([few, many[0]]) == [few]
 
 
@@ -246,11 +378,12 @@ def test_the_paper_against_its_own_claims():
     "The signs that the errata tell of are found by the same code."
     own = lambda id: {findings.setting(p.where): v for p, v, _, _ in findings.claim_values(id, findings.paper_points())}
     assert min(own("aim-beats-anml").values()) < 0 and min(own("aim-beats-sib").values()) > 0
-    assert max(own("linear-is-at-chance").values()) < .01
+    assert max(own("linear-is-at-chance").values()) < 0.01
     assert [s for s, v in own("soft-wins-wrn").items() if v < 0] == ["mini-imagenet, wrn-28-10, 1-shot"]
 
 
 # text and pictures
+
 
 def test_text_is_plain_and_complete():
     text = findings.report_text([fewshot("sib"), fewshot("sib+aim"), use()])
@@ -262,10 +395,17 @@ def test_text_is_plain_and_complete():
 def test_costs_are_the_sweeps_own():
     "One estimate for all: a block costs what `aim-nb sweep` says of the same runs, and a meta-test does not grow with the training."
     runs = [r for r in sweep.expand("few-shot-cifar-fs-wrn") if r.settings["seed"] == 0]
-    row = next(m for m in findings.missing([], seeds=1) if (m["table"], m["dataset"], m["backbone"]) == ("few-shot", "cifar-fs", "wrn-28-10"))
-    assert abs(row["hours"]*3600 - sum(map(sweep.seconds, runs))) < 1 and 20 < row["backbone_hours"]/24 < 22
+    row = next(
+        m
+        for m in findings.missing([], seeds=1)
+        if (m["table"], m["dataset"], m["backbone"]) == ("few-shot", "cifar-fs", "wrn-28-10")
+    )
+    assert abs(row["hours"] * 3600 - sum(map(sweep.seconds, runs))) < 1 and 20 < row["backbone_hours"] / 24 < 22
     where = dict(task="continual", dataset="omniglot", method="anml+aim")
-    assert findings.run_hours(where) == (sweep.training_seconds(findings.paper_run(where)) + sweep.testing_seconds(findings.paper_run(where)))/3600
+    assert (
+        findings.run_hours(where)
+        == (sweep.training_seconds(findings.paper_run(where)) + sweep.testing_seconds(findings.paper_run(where))) / 3600
+    )
 
 
 def test_planned_runs_without_a_record_are_listed():
@@ -276,20 +416,46 @@ def test_planned_runs_without_a_record_are_listed():
 
 
 def test_figures_are_named_as_the_paper_names_them():
-    names = set(findings.all_figures([use(), use(n_shot=5), use("glyphs"), use("omniglot", "oml+aim"), continual("oml"), continual("oml+aim")]))
-    assert {"mask-cifarfs_1shot_conv", "mask-cifarfs_5shot_conv", "mask-glyphs_1shot_conv", "activation_cifar-fs", "attn_weight_conv_cifar-fs", "mask-cont_omni", "benchmark_continual_omniglot"} <= names
+    names = set(
+        findings.all_figures(
+            [use(), use(n_shot=5), use("glyphs"), use("omniglot", "oml+aim"), continual("oml"), continual("oml+aim")]
+        )
+    )
+    assert {
+        "mask-cifarfs_1shot_conv",
+        "mask-cifarfs_5shot_conv",
+        "mask-glyphs_1shot_conv",
+        "activation_cifar-fs",
+        "attn_weight_conv_cifar-fs",
+        "mask-cont_omni",
+        "benchmark_continual_omniglot",
+    } <= names
     assert all(re.fullmatch(r"[\w.+-]+", n) for n in names)
 
 
 def test_forgetting_is_drawn_and_numbered():
-    ages = lambda method, *by_age: (r := continual(method, name="paper@500")) | dict(metrics=r["metrics"] | dict(by_age=list(by_age), forgetting=by_age[-1] - by_age[0]))
-    records = [ages("oml", 80., 70., 60., 75.), ages("oml+aim", 10., 20., 60., 90.), continual("anml", name="paper@500")]
-    assert "forgetting_omniglot" in findings.all_figures(records) and "forgetting_omniglot" not in findings.all_figures(records[2:])
-    assert [line.split(" | ")[-1] for line in findings.forgetting_markdown(records).splitlines()[2:]] == ["-5.0 |", "+80.0 |"]
+    ages = lambda method, *by_age: (
+        (r := continual(method, name="paper@500"))
+        | dict(metrics=r["metrics"] | dict(by_age=list(by_age), forgetting=by_age[-1] - by_age[0]))
+    )
+    records = [
+        ages("oml", 80.0, 70.0, 60.0, 75.0),
+        ages("oml+aim", 10.0, 20.0, 60.0, 90.0),
+        continual("anml", name="paper@500"),
+    ]
+    assert "forgetting_omniglot" in findings.all_figures(records) and "forgetting_omniglot" not in findings.all_figures(
+        records[2:]
+    )
+    assert [line.split(" | ")[-1] for line in findings.forgetting_markdown(records).splitlines()[2:]] == [
+        "-5.0 |",
+        "+80.0 |",
+    ]
 
 
 def test_halving_and_slow_masks_never_pose_as_the_papers():
-    halving = activation.activation_record(fewshot("sib+aim"), dict(step=[0, 1], mask=np.ones((2, 4, 32))), "abcd", "slow", "halving")
+    halving = activation.activation_record(
+        fewshot("sib+aim"), dict(step=[0, 1], mask=np.ones((2, 4, 32))), "abcd", "slow", "halving"
+    )
     assert findings.all_figures([halving]) == {}
 
 
@@ -301,6 +467,7 @@ def test_activation_records_are_small_and_whole(tmp_path):
 
 def test_errata_name_real_switches():
     from aim_nb.core import SWITCHES
+
     assert {e["switch"] for e in errata()} - {""} <= {*SWITCHES, "seeds"}
 
 
@@ -308,7 +475,9 @@ def test_errata_name_real_switches():
 def test_report_notebooks_run(stem, tmp_path):
     "From the records that are kept, in a process of their own."
     nb = nbformat.read(ROOT / "nbs" / f"{stem}.ipynb", 4)
-    NotebookClient(nb, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "nbs")}}).execute()
+    NotebookClient(
+        nb, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "nbs")}}
+    ).execute()
     assert not [o for c in nb.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "error"]
 
 

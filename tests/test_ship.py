@@ -1,4 +1,5 @@
 """tools/ship.py: a run's model becomes a file that answers to the run's own identity, smaller and as accurate."""
+
 import hashlib
 import subprocess
 import sys
@@ -13,7 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def ship(record, into):
-    return subprocess.run([sys.executable, ROOT / "tools/ship.py", records_dir() / record_name(record), "--into", into], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, ROOT / "tools/ship.py", records_dir() / record_name(record), "--into", into],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_a_model_is_shipped_under_its_identity(tmp_path, monkeypatch):
@@ -26,10 +32,20 @@ def test_a_model_is_shipped_under_its_identity(tmp_path, monkeypatch):
     shipped, own = read_saved(path, checkpoints.identity), checkpoints.best()
     assert shipped.step == own.step and shipped.tensors.keys() == own.tensors.keys()
     _, meta = load_tensors(path)
-    assert abs(meta["accuracy"] - rec["metrics"]["accuracy"]) <= .05 and meta["record"]["key"] == rec["key"]
+    assert abs(meta["accuracy"] - rec["metrics"]["accuracy"]) <= 0.05 and meta["record"]["key"] == rec["key"]
     kind = getattr(torch, meta["dtype"])
-    assert all(t.dtype in (kind, torch.int64) and torch.allclose(t.float(), own.tensors[k].float(), rtol=1e-3, atol=1e-6) for k, t in shipped.tensors.items())
-    assert all(x in done.stdout for x in (hashlib.sha256(path.read_bytes()).hexdigest(), f"{meta['accuracy']:.2f} %", f"{sum(t.numel() for t in shipped.tensors.values()):,} numbers"))
+    assert all(
+        t.dtype in (kind, torch.int64) and torch.allclose(t.float(), own.tensors[k].float(), rtol=1e-3, atol=1e-6)
+        for k, t in shipped.tensors.items()
+    )
+    assert all(
+        x in done.stdout
+        for x in (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            f"{meta['accuracy']:.2f} %",
+            f"{sum(t.numel() for t in shipped.tensors.values()):,} numbers",
+        )
+    )
 
 
 def test_what_cannot_be_shipped_is_refused_in_a_sentence(tmp_path, monkeypatch):
@@ -48,6 +64,13 @@ def test_old_records_are_given_their_episodes(tmp_path, monkeypatch):
     other = old | {"metrics": old["metrics"] | {"accuracy": rec["metrics"]["accuracy"] + 1}}
     fits, off = (save_record(r, tmp_path / f"records-{i}") for i, r in enumerate((old, other)))
     before = off.read_bytes()
-    done = subprocess.run([sys.executable, ROOT / "tools/episodes.py", fits, off], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/episodes.py", fits, off], cwd=ROOT, capture_output=True, text=True
+    )
     assert read_record(fits) == rec and rec["metrics"]["hits"]
-    assert done.returncode and off.read_bytes() == before and "it stays as it is" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode
+        and off.read_bytes() == before
+        and "it stays as it is" in done.stderr
+        and "Traceback" not in done.stderr
+    )

@@ -1,4 +1,5 @@
 """`aim-nb sweep`: a plan becomes the notebooks' own runs; each is recorded once, whatever dies; a bad plan starts nothing."""
+
 import ast
 import json
 import os
@@ -44,6 +45,7 @@ def write(folder, **values):
 
 # a sweep asks the notebooks' questions
 
+
 def keys_asked_by(stem, changes, monkeypatch):
     "The keys of the records that a notebook's own cells look for, up to the moment where they would be made."
     asked = []
@@ -52,21 +54,43 @@ def keys_asked_by(stem, changes, monkeypatch):
         asked.append(record_key(identity))
         return {**identity, "key": asked[-1], "metrics": {}}
 
-    for module in (train_fewshot, train_continual): monkeypatch.setattr(module, "find_record", found)
+    for module in (train_fewshot, train_continual):
+        monkeypatch.setattr(module, "find_record", found)
     monkeypatch.setattr(activation, "find_record", lambda identity: identity)
     space = {}
     for cell in nbformat.read(ROOT / f"nbs/{stem}.ipynb", 4).cells:
-        if cell.cell_type != "code" or "summary" in cell.metadata.get("tags", []): continue
+        if cell.cell_type != "code" or "summary" in cell.metadata.get("tags", []):
+            continue
         statements = ast.parse(cell.source).body
         compute = [n for n in statements if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "records"]
         exec(compile(ast.Module(compute or statements, []), stem, "exec"), space)
-        if compute: return asked
-        if "parameters" in cell.metadata.get("tags", []): space |= changes
+        if compute:
+            return asked
+        if "parameters" in cell.metadata.get("tags", []):
+            space |= changes
 
 
-SETS = [("20_fewshot", dict(seeds="0,1", budget="paper@700", aim_update="episode")), ("20_fewshot", dict(backbone="wrn-28-10", K=4, l=0, shots="5", steps=77, decision="soft-test")),
-        ("21_fewshot_ablation", dict(shots="1,5", K_values="1,8", budget="paper")), ("30_continual", dict(seeds="0,1", runs=4, order="second", budget="paper@50")),
-        ("30_continual", dict(metatest_update="fast", gate="raw", methods="oml,anml+aim", budget="smoke", rates=1, rate_runs=3, classes=4, checkpoint="last")), ("22_fewshot_activation", dict(K=4, seed=3)), ("31_continual_activation", dict(seed=2, norm="instance"))]
+SETS = [
+    ("20_fewshot", dict(seeds="0,1", budget="paper@700", aim_update="episode")),
+    ("20_fewshot", dict(backbone="wrn-28-10", K=4, l=0, shots="5", steps=77, decision="soft-test")),
+    ("21_fewshot_ablation", dict(shots="1,5", K_values="1,8", budget="paper")),
+    ("30_continual", dict(seeds="0,1", runs=4, order="second", budget="paper@50")),
+    (
+        "30_continual",
+        dict(
+            metatest_update="fast",
+            gate="raw",
+            methods="oml,anml+aim",
+            budget="smoke",
+            rates=1,
+            rate_runs=3,
+            classes=4,
+            checkpoint="last",
+        ),
+    ),
+    ("22_fewshot_activation", dict(K=4, seed=3)),
+    ("31_continual_activation", dict(seed=2, norm="instance")),
+]
 
 
 @pytest.mark.parametrize("stem, changes", SETS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
@@ -79,15 +103,38 @@ def test_a_sweep_asks_what_the_notebook_asks(stem, changes, here, monkeypatch):
 
 # bad plans
 
-BAD = [('notebook = "20_fewshot', "is not TOML"), ('dataset = "glyphs"', "should name its notebook"), ('notebook = "nothing"', "no notebook 'nothing'"), ('notebook = "40_explore"', "makes no records of runs"),
-       ("notebook = 20", "should name its notebook"), ('part = 1\nnotebook = "20_fewshot"', "a part starts with"), ('notebook = "20_fewshot"\nmethod = "sib"', "no parameter 'method'"),
-       ('notebook = "20_fewshot"\nsteps = "many"', "should be a whole number"), ('notebook = "20_fewshot"\nsteps = true', "should be a whole number"), ('notebook = "20_fewshot"\ndataset = ["glyphs", 3]', "should be a text"),
-       ('notebook = "20_fewshot"\nseeds = []', "asks for nothing"), ('notebook = "20_fewshot"\nseeds = ["x"]', "separated by commas"), ('notebook = "20_fewshot"\nseeds = 1.5', "whole numbers"), ('notebook = "20_fewshot"\nmethods = "oml"', "choose one of sib"),
-       ('notebook = "20_fewshot"\nbudget = "huge"', "choose one of"), ('notebook = "20_fewshot"\nbackbone = "vgg"', "choose one of"), ('notebook = "20_fewshot"\nK = 40', "K=40"), ('notebook = "20_fewshot"\nshots = 0', "at least 1"),
-       ('notebook = "30_continual"\nsteps = -5', "at least 1"), ('notebook = "30_continual"\nclasses = 1', "at least 2"), ('notebook = "30_continual"\nrates = 9', "1 to 7"), ('notebook = "30_continual"\nmetatest_update = ["head", "all"]', "choose one of head"), ('notebook = "20_fewshot"\nsteps = [1, [2]]', "should be a whole number"),
-       ('notebook = "20_fewshot"\nmethods = ""', "methods is empty"), ('notebook = "20_fewshot"\nshots = ["", ","]', "shots is empty"), ('notebook = "20_fewshot"\nmethods = "sib+linear"\nK = 40', "out of M=32"),
-       ('notebook = "20_fewshot"\nsteps = -5', "0 for the budget's own"), ('notebook = "30_continual"\nbudget = "paper@0"', "a number of steps of at least 1"), ('notebook = "20_fewshot"\ndataset = "folder:"', "folder:PATH"),
-       ('notebook = "31_continual_activation"\nmethods = "oml"', "choose one of oml+aim")]
+BAD = [
+    ('notebook = "20_fewshot', "is not TOML"),
+    ('dataset = "glyphs"', "should name its notebook"),
+    ('notebook = "nothing"', "no notebook 'nothing'"),
+    ('notebook = "40_explore"', "makes no records of runs"),
+    ("notebook = 20", "should name its notebook"),
+    ('part = 1\nnotebook = "20_fewshot"', "a part starts with"),
+    ('notebook = "20_fewshot"\nmethod = "sib"', "no parameter 'method'"),
+    ('notebook = "20_fewshot"\nsteps = "many"', "should be a whole number"),
+    ('notebook = "20_fewshot"\nsteps = true', "should be a whole number"),
+    ('notebook = "20_fewshot"\ndataset = ["glyphs", 3]', "should be a text"),
+    ('notebook = "20_fewshot"\nseeds = []', "asks for nothing"),
+    ('notebook = "20_fewshot"\nseeds = ["x"]', "separated by commas"),
+    ('notebook = "20_fewshot"\nseeds = 1.5', "whole numbers"),
+    ('notebook = "20_fewshot"\nmethods = "oml"', "choose one of sib"),
+    ('notebook = "20_fewshot"\nbudget = "huge"', "choose one of"),
+    ('notebook = "20_fewshot"\nbackbone = "vgg"', "choose one of"),
+    ('notebook = "20_fewshot"\nK = 40', "K=40"),
+    ('notebook = "20_fewshot"\nshots = 0', "at least 1"),
+    ('notebook = "30_continual"\nsteps = -5', "at least 1"),
+    ('notebook = "30_continual"\nclasses = 1', "at least 2"),
+    ('notebook = "30_continual"\nrates = 9', "1 to 7"),
+    ('notebook = "30_continual"\nmetatest_update = ["head", "all"]', "choose one of head"),
+    ('notebook = "20_fewshot"\nsteps = [1, [2]]', "should be a whole number"),
+    ('notebook = "20_fewshot"\nmethods = ""', "methods is empty"),
+    ('notebook = "20_fewshot"\nshots = ["", ","]', "shots is empty"),
+    ('notebook = "20_fewshot"\nmethods = "sib+linear"\nK = 40', "out of M=32"),
+    ('notebook = "20_fewshot"\nsteps = -5', "0 for the budget's own"),
+    ('notebook = "30_continual"\nbudget = "paper@0"', "a number of steps of at least 1"),
+    ('notebook = "20_fewshot"\ndataset = "folder:"', "folder:PATH"),
+    ('notebook = "31_continual_activation"\nmethods = "oml"', "choose one of oml+aim"),
+]
 
 
 @pytest.mark.parametrize("text, says", BAD, ids=[s for _, s in BAD])
@@ -101,7 +148,7 @@ def test_missing_plan_missing_dask_missing_scheduler(here, monkeypatch):
     plan = write(here, notebook="20_fewshot", dataset="glyphs", methods="sib", shots=1, budget="smoke")
     assert "there is no plan" in one_line(call("sweep", here / "none.toml"))
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0)) # nobody listens here
+        s.bind(("127.0.0.1", 0))  # nobody listens here
         done = call("sweep", plan, "--scheduler", f"tcp://127.0.0.1:{s.getsockname()[1]}")
     assert done.exit_code == 2 and "no scheduler answers" in done.output.splitlines()[-1]
     monkeypatch.setitem(sys.modules, "distributed", None)
@@ -110,6 +157,7 @@ def test_missing_plan_missing_dask_missing_scheduler(here, monkeypatch):
 
 # the plans that come with the project
 
+
 @pytest.mark.parametrize("path", PLANS, ids=lambda p: p.stem)
 def test_every_plan_is_valid_and_says_what_it_costs(path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -117,7 +165,9 @@ def test_every_plan_is_valid_and_says_what_it_costs(path, monkeypatch):
     assert runs and runs == sweep.expand(path.stem), "a plan is found by its name, too"
     assert all(sweep.seconds(r) > 0 for r in runs)
     head = path.read_text().split("\n\n")[0]
-    assert all(line.startswith("# ") for line in head.splitlines()) and re.search(r"(about|some) [\d.,]+ (minutes|hours|days|weeks|years)", head), "the first lines say what it makes and what that costs"
+    assert all(line.startswith("# ") for line in head.splitlines()) and re.search(
+        r"(about|some) [\d.,]+ (minutes|hours|days|weeks|years)", head
+    ), "the first lines say what it makes and what that costs"
 
 
 def test_the_time_left_counts_the_meta_test(here):
@@ -129,68 +179,123 @@ def test_the_time_left_counts_the_meta_test(here):
     job.folder.mkdir(parents=True)
     (job.folder / f"step-{sweep.budget_of(job.run).steps}.safetensors").touch()
     assert job.left() == pytest.approx(test)
-    part = sweep.metatest_classes(job.run)//3
-    Store(store_path(job.key)).add({"head test rate 0.001 trajectory 0": Outcome([1.], [1.], [1.])}, [2, part])
-    assert job.left() == pytest.approx(test*(1 - part/sweep.metatest_classes(job.run))) and part > 2
+    part = sweep.metatest_classes(job.run) // 3
+    Store(store_path(job.key)).add({"head test rate 0.001 trajectory 0": Outcome([1.0], [1.0], [1.0])}, [2, part])
+    assert job.left() == pytest.approx(test * (1 - part / sweep.metatest_classes(job.run))) and part > 2
 
 
 def cell_of(run):
     "What decides in which cells of the paper's tables a run can stand."
     q = sweep.question(run)
     p = q["parameters"]
-    return dict(dataset=q["dataset"], method=q["method"], decision=q["protocol"]["decision"], **{k: p.get(k) for k in ("backbone", "n_shot", "K", "l")})
+    return dict(
+        dataset=q["dataset"],
+        method=q["method"],
+        decision=q["protocol"]["decision"],
+        **{k: p.get(k) for k in ("backbone", "n_shot", "K", "l")},
+    )
 
 
 def test_plans_cover_every_cell_of_the_papers_tables(monkeypatch):
     monkeypatch.chdir(ROOT)
-    made = [cell_of(r) for p in PLANS if not p.stem.startswith("2") for r in sweep.expand(p) if r.settings["budget"] == "paper" and not r.settings["steps"]]
-    wanted = {"few-shot": dict(K=8, l=2), "sto_count": dict(method="sib+aim", decision="hard"), "active_mech": dict(method="sib+aim", decision="hard"), "soft_hard": dict(method="sib+aim", K=8, l=0), "continualz": {}}
+    made = [
+        cell_of(r)
+        for p in PLANS
+        if not p.stem.startswith("2")
+        for r in sweep.expand(p)
+        if r.settings["budget"] == "paper" and not r.settings["steps"]
+    ]
+    wanted = {
+        "few-shot": dict(K=8, l=2),
+        "sto_count": dict(method="sib+aim", decision="hard"),
+        "active_mech": dict(method="sib+aim", decision="hard"),
+        "soft_hard": dict(method="sib+aim", K=8, l=0),
+        "continualz": {},
+    }
     for cell in paper.paper_cells():
-        where = {k: v for k, v in cell.items() if k in ("dataset", "method", "backbone", "n_shot", "K", "l", "decision")} | {k: v for k, v in wanted[cell["table"]].items() if cell.get("method", "sib+aim") == "sib+aim" or k == "method"}
+        where = {
+            k: v for k, v in cell.items() if k in ("dataset", "method", "backbone", "n_shot", "K", "l", "decision")
+        } | {
+            k: v
+            for k, v in wanted[cell["table"]].items()
+            if cell.get("method", "sib+aim") == "sib+aim" or k == "method"
+        }
         assert any(all(m[k] == v for k, v in where.items()) for m in made), f"no plan makes {cell}"
     assert len(paper.paper_cells()) == 319
 
 
 def test_the_omniglot_plan_asks_for_what_is_kept(monkeypatch):
     monkeypatch.chdir(ROOT)
-    kept = [r for r in read_records(task="continual", dataset="omniglot") if r["budget"]["name"].startswith("paper@") and set(r["parameters"]) <= {"M", "K", "l"}] # what the notebook can ask for
+    kept = [
+        r
+        for r in read_records(task="continual", dataset="omniglot")
+        if r["budget"]["name"].startswith("paper@") and set(r["parameters"]) <= {"M", "K", "l"}
+    ]  # what the notebook can ask for
     asked = {sweep.record_key(sweep.question(r, kept[0]["data_sha"])) for r in sweep.expand("2b-omniglot")}
     assert kept and {r["key"] for r in kept} <= asked
 
 
 # running
 
+
 class Stop:
     "Ctrl-C after some steps."
-    def __init__(self, n): self.n = n
+
+    def __init__(self, n):
+        self.n = n
 
     def on_step(self, i, metrics):
-        if i + 1 == self.n: os.kill(os.getpid(), signal.SIGINT)
+        if i + 1 == self.n:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def begin(steps, stop, **kw):
     "A run that was stopped half-way and left its checkpoint."
-    with pytest.raises(KeyboardInterrupt): run_fewshot(dataset="glyphs", n_shot=1, budget="smoke", steps=steps, callbacks=[Stop(stop)], **kw)
+    with pytest.raises(KeyboardInterrupt):
+        run_fewshot(dataset="glyphs", n_shot=1, budget="smoke", steps=steps, callbacks=[Stop(stop)], **kw)
 
 
 def test_dry_run_says_how_far_each_run_is(here):
-    plan = write(here, notebook="20_fewshot", dataset="glyphs", methods=["sib", "sib+linear"], shots=1, budget="smoke", steps=12, seeds=[0, 1])
+    plan = write(
+        here,
+        notebook="20_fewshot",
+        dataset="glyphs",
+        methods=["sib", "sib+linear"],
+        shots=1,
+        budget="smoke",
+        steps=12,
+        seeds=[0, 1],
+    )
     begin(12, 5, method="sib", seed=1)
     run_fewshot(dataset="glyphs", n_shot=1, budget="smoke", steps=12, method="sib", seed=0)
     before = files(here)
     done = call("sweep", plan, "--dry-run")
     assert done.exit_code == 0 and files(here) == before
-    states = [(line.split("glyphs")[0].strip(), *re.findall(r"\((.*)\)", line)) for line in done.output.splitlines()[:4]]
+    states = [
+        (line.split("glyphs")[0].strip(), *re.findall(r"\((.*)\)", line)) for line in done.output.splitlines()[:4]
+    ]
     assert states == [("done",), ("to do",), ("partly", "5 of 12 steps"), ("to do",)], "seeds change last"
     assert "4 runs: 1 done, 1 partly, 2 to do" in done.output and "on one core" in done.output
 
 
 def test_runs_are_made_in_the_order_of_the_plan(here):
-    plan = write(here, notebook="20_fewshot", dataset="glyphs", methods=["sib"], shots=[5, 1], budget="smoke", steps=3, seeds=[3, 0, 2])
+    plan = write(
+        here,
+        notebook="20_fewshot",
+        dataset="glyphs",
+        methods=["sib"],
+        shots=[5, 1],
+        budget="smoke",
+        steps=3,
+        seeds=[3, 0, 2],
+    )
     done = call("sweep", plan, "--workers", 1)
     assert done.exit_code == 0, done.output
     made = [line for line in done.output.splitlines() if line.startswith("made ")]
-    assert [re.findall(r"(\d)-shot seed (\d)", line) for line in made] == [[], *([(n, s)] for s in "302" for n in "51")], "the features, then run by run"
+    assert [re.findall(r"(\d)-shot seed (\d)", line) for line in made] == [
+        [],
+        *([(n, s)] for s in "302" for n in "51"),
+    ], "the features, then run by run"
 
 
 def draw(folder, n):
@@ -199,28 +304,43 @@ def draw(folder, n):
     for split in ("train", "val", "test"):
         for c in "abcde":
             (folder / split / f"{split}-{c}").mkdir(parents=True)
-            for i in range(n): Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / split / f"{split}-{c}" / f"{i}.png")
+            for i in range(n):
+                Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(
+                    folder / split / f"{split}-{c}" / f"{i}.png"
+                )
     return f"folder:{folder}"
 
 
 def test_failures_are_retried_reported_and_end_with_status_1(here, monkeypatch):
     monkeypatch.setenv("AIM_DATA", str(here / "data"))
-    few, enough = draw(here / "few", 2), draw(here / "enough", 16) # an episode asks a class for sixteen images
+    few, enough = draw(here / "few", 2), draw(here / "enough", 16)  # an episode asks a class for sixteen images
     plan = write(here, notebook="20_fewshot", dataset=[few, enough], methods="sib", shots=1, budget="smoke", steps=6)
     done = call("sweep", plan, "--workers", 1, "--retries", 1)
     assert done.exit_code == 1, done.output
     (failed,) = [p.read_text() for p in (here / "runs/sweep").glob("features-*.log") if "Traceback" in p.read_text()]
     assert failed.count("process ") == failed.count("Traceback (") == 2, "tried twice, with all of the error in the log"
-    assert re.search(r"failed: features of folder:\S+few .*log: .*features-", done.output) and re.search(r"failed: folder:\S+few conv4 sib .*waits for features", done.output)
+    assert re.search(r"failed: features of folder:\S+few .*log: .*features-", done.output) and re.search(
+        r"failed: folder:\S+few conv4 sib .*waits for features", done.output
+    )
     assert [r["dataset"] for r in read_records(here / "runs/records")] == [enough], "the others are made"
 
 
 def test_two_views_of_one_backbone_do_not_stand_in_each_others_way(here, monkeypatch):
     monkeypatch.setenv("AIM_DATA", str(here / "data"))
-    plan = write(here, notebook="20_fewshot", dataset=draw(here / "own", 16) + "@32", methods="sib", shots=1, budget=["quick", "paper-onecycle"], steps=2)
+    plan = write(
+        here,
+        notebook="20_fewshot",
+        dataset=draw(here / "own", 16) + "@32",
+        methods="sib",
+        shots=1,
+        budget=["quick", "paper-onecycle"],
+        steps=2,
+    )
     first, second = [j for j in sweep.jobs_of(sweep.survey(sweep.expand(plan), build=True)) if j.features]
     assert sweep.backbone_of(first.run) == sweep.backbone_of(second.run) and first.key != second.key
-    assert (first.needs, second.needs) == ((), (first.key,)) and first.seconds > second.seconds == 0, "the second finds it trained"
+    assert (first.needs, second.needs) == ((), (first.key,)) and first.seconds > second.seconds == 0, (
+        "the second finds it trained"
+    )
     done = call("sweep", plan, "--workers", 2, "--retries", 0)
     assert done.exit_code == 0, done.output
     assert len(read_records(here / "runs/records")) == 2
@@ -228,39 +348,82 @@ def test_two_views_of_one_backbone_do_not_stand_in_each_others_way(here, monkeyp
 
 def test_another_sweep_waits_for_the_backbone(here, monkeypatch):
     "Two sweeps know nothing of each other's jobs; the lock on the disk keeps them apart."
-    run, inside, most = sweep.Run("fewshot", dict(dataset="glyphs", budget="smoke", method="sib", n_shot=1, seed=0, protocol={})), [], []
+    run, inside, most = (
+        sweep.Run("fewshot", dict(dataset="glyphs", budget="smoke", method="sib", n_shot=1, seed=0, protocol={})),
+        [],
+        [],
+    )
 
     def busy(*args, **kw):
-        inside.append(1); most.append(len(inside)); time.sleep(.3); inside.pop()
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.3)
+        inside.pop()
         return None, {}
 
     monkeypatch.setattr(sweep, "pretrained_backbone", busy)
     monkeypatch.setattr(sweep, "feature_bank", busy)
-    both = [threading.Thread(target=sweep.make_features, args=[r]) for r in (run, run._replace(settings=run.settings | dict(seed=1)))]
-    for t in both: t.start()
-    for t in both: t.join()
+    both = [
+        threading.Thread(target=sweep.make_features, args=[r])
+        for r in (run, run._replace(settings=run.settings | dict(seed=1)))
+    ]
+    for t in both:
+        t.start()
+    for t in both:
+        t.join()
     assert most == [1, 1, 1, 1]
 
 
 def free_port():
-    with socket.socket() as s: s.bind(("127.0.0.1", 0)); return s.getsockname()[1]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 class Cluster:
     "A scheduler and two workers, processes of this test."
+
     def __init__(self, folder):
         self.address, self.folder, self.started = f"tcp://127.0.0.1:{free_port()}", folder, []
-        self.start("scheduler", "--host", "127.0.0.1", "--port", self.address.rpartition(":")[2], "--dashboard-address", "127.0.0.1:0")
-        self.workers = [self.start("worker", self.address, "--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", folder / f"w{i}") for i in range(2)]
+        self.start(
+            "scheduler",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            self.address.rpartition(":")[2],
+            "--dashboard-address",
+            "127.0.0.1:0",
+        )
+        self.workers = [
+            self.start(
+                "worker",
+                self.address,
+                "--nthreads",
+                "1",
+                "--no-nanny",
+                "--no-dashboard",
+                "--local-directory",
+                folder / f"w{i}",
+            )
+            for i in range(2)
+        ]
 
     def start(self, *args):
-        env = {**os.environ, "AIM_RUNS": "/nowhere", "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"} # the sweep says where runs go
+        env = {
+            **os.environ,
+            "AIM_RUNS": "/nowhere",
+            "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+        }  # the sweep says where runs go
         log = open(self.folder / f"{args[0]}{len(self.started)}.txt", "w")
-        self.started.append(subprocess.Popen([BIN / "dask", *map(str, args)], cwd=ROOT, env=env, stdout=log, stderr=log))
+        self.started.append(
+            subprocess.Popen([BIN / "dask", *map(str, args)], cwd=ROOT, env=env, stdout=log, stderr=log)
+        )
         return self.started[-1]
 
     def stop(self):
-        for p in self.started: p.kill(); p.wait()
+        for p in self.started:
+            p.kill()
+            p.wait()
 
 
 @pytest.fixture
@@ -270,21 +433,30 @@ def cluster(here):
     made.stop()
 
 
-def pids(log): return [int(n) for n in re.findall(r"process (\d+) on", log.read_text())] if log.exists() else []
+def pids(log):
+    return [int(n) for n in re.findall(r"process (\d+) on", log.read_text())] if log.exists() else []
 
 
 def sweep_and_kill(cluster, plan, key, runs, when):
     "Run `aim-nb sweep` on the cluster and kill, when `when()`, the worker that has the run `key`; what the command printed."
-    p = subprocess.Popen([BIN / "aim-nb", "sweep", plan, "--scheduler", cluster.address], cwd=ROOT, env={**os.environ, "AIM_RUNS": str(runs)}, stderr=subprocess.PIPE, text=True)
+    p = subprocess.Popen(
+        [BIN / "aim-nb", "sweep", plan, "--scheduler", cluster.address],
+        cwd=ROOT,
+        env={**os.environ, "AIM_RUNS": str(runs)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         log = runs / f"sweep/{key}.log"
-        while not (pids(log) and when()) and p.poll() is None: time.sleep(.1)
+        while not (pids(log) and when()) and p.poll() is None:
+            time.sleep(0.1)
         assert p.poll() is None, p.stderr.read()
         os.kill(pids(log)[0], signal.SIGKILL)
         assert pids(log)[0] in [w.pid for w in cluster.workers]
         _, said = p.communicate()
     finally:
-        if p.poll() is None: p.kill()
+        if p.poll() is None:
+            p.kill()
     assert p.returncode == 0, said
     return said
 
@@ -299,21 +471,31 @@ def test_a_killed_worker_loses_nothing_and_the_notebook_finds_every_record(here,
     said = sweep_and_kill(cluster, plan, items[0].key, runs, lambda: "resumed at step" in log.read_text())
     assert "2 of 2 runs made" in said
     records = read_records(runs / "records")
-    assert sorted(r["key"] for r in records) == sorted(i.key for i in items) and len(list((runs / "records").iterdir())) == 2, "every run is recorded once"
+    assert (
+        sorted(r["key"] for r in records) == sorted(i.key for i in items)
+        and len(list((runs / "records").iterdir())) == 2
+    ), "every run is recorded once"
     first, second = pids(log)
-    assert first != second and log.read_text().count("resumed at step") == 2, "another worker went on from the checkpoint"
+    assert first != second and log.read_text().count("resumed at step") == 2, (
+        "another worker went on from the checkpoint"
+    )
     assert all(len(pids(runs / f"sweep/{i.key}.log")) == 1 for i in items[1:]), "nothing else was made twice"
 
     before = {p.name: p.read_bytes() for p in (runs / "records").iterdir()}
     pairs = [w for k, v in values.items() for w in ("-p", k, ",".join(map(str, v)) if isinstance(v, list) else str(v))]
     done = aim_nb_cli("run", "20_fewshot", *pairs, "-o", here / "out.ipynb", AIM_RUNS=str(runs))
     assert done.returncode == 0, done.stderr
-    assert {p.name: p.read_bytes() for p in (runs / "records").iterdir() if p.name.startswith("fewshot")} == before, "the notebook made nothing, it found all"
+    assert {p.name: p.read_bytes() for p in (runs / "records").iterdir() if p.name.startswith("fewshot")} == before, (
+        "the notebook made nothing, it found all"
+    )
 
 
 @pytest.mark.stress
 def test_a_killed_worker_goes_on_from_a_checkpoint_of_its_own(here, cluster):
-    plan, runs = write(here, notebook="20_fewshot", dataset="glyphs", methods="sib+aim", shots=1, budget="smoke", steps=3000), here / "runs"
+    plan, runs = (
+        write(here, notebook="20_fewshot", dataset="glyphs", methods="sib+aim", shots=1, budget="smoke", steps=3000),
+        here / "runs",
+    )
     (item,) = sweep.survey(sweep.expand(plan), build=True)
     sweep_and_kill(cluster, plan, item.key, runs, lambda: sweep.steps_in(item.folder) > 0)
     (step,) = re.findall(r"resumed at step ([\d,]+) of 3,000", (runs / f"sweep/{item.key}.log").read_text())

@@ -1,6 +1,7 @@
 """`make docs`: the notebooks as a site in _docs/, through Quarto where it is installed and through Sphinx where it is not.
 
 Both render the same pages (nbdev's processed notebooks) with the same navigation (`sections`)."""
+
 import argparse, re, shutil, subprocess, sys, tempfile
 from configparser import ConfigParser
 from itertools import groupby
@@ -28,6 +29,7 @@ def url(name):
 def process():
     "nbdev's own processing of every notebook, in _proc/."
     from nbdev.serve import proc_nbs
+
     return proc_nbs(n_workers=2, force=True)
 
 
@@ -35,15 +37,17 @@ def links(name):
     "The line under a page's title."
     source = f"{SETTINGS['git_url']}/blob/{SETTINGS['branch']}/nbs/{name}"
     colab = source.replace("https://github.com", "https://colab.research.google.com/github")
-    button = "{.btn .btn-sm .btn-outline-primary}" # a class of both renderers' themes
+    button = "{.btn .btn-sm .btn-outline-primary}"  # a class of both renderers' themes
     return nbformat.v4.new_markdown_cell(f"[Open in Colab]({colab}){button} [Source]({source}){button}")
 
 
 # Quarto
 
+
 def by_quarto(out):
     "Render with Quarto, as nbdev_docs does, with a line of links on each page."
     from nbdev.quarto import refresh_quarto_yml
+
     refresh_quarto_yml()
     cache = process()
     for path in cache.glob("*.ipynb"):
@@ -90,10 +94,12 @@ def directives(source):
     "The `#| name: value` lines of a code cell, and the code without them."
     lines = source.splitlines()
     found = dict(re.match(r"#\|\s*([\w-]+):?\s*(.*)", l).groups() for l in lines if re.match(r"#\|\s*[\w-]+", l))
-    return {k: v.strip().strip("\"'") for k, v in found.items()}, "\n".join(l for l in lines if not l.startswith("#|")).strip("\n")
+    return {k: v.strip().strip("\"'") for k, v in found.items()}, "\n".join(
+        l for l in lines if not l.startswith("#|")
+    ).strip("\n")
 
 
-PM = "\u00a0±\u00a0" # a number and its interval stay on one line
+PM = "\u00a0±\u00a0"  # a number and its interval stay on one line
 
 
 def relink(text):
@@ -101,7 +107,9 @@ def relink(text):
     text = text.replace(" ± ", PM)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html#([\w.]+)", lambda m: f"{m[1]}.html#sym-{m[2].lower()}", text)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html", r"\1.html", text)
-    text = re.sub(r"\]\((\d+_\w+|index)\.ipynb(#[\w-]*)?\)", lambda m: f"]({url(m[1])}.html{(m[2] or '').lower()})", text)
+    text = re.sub(
+        r"\]\((\d+_\w+|index)\.ipynb(#[\w-]*)?\)", lambda m: f"]({url(m[1])}.html{(m[2] or '').lower()})", text
+    )
     return re.sub(r"\]\(\.\./([\w./+@-]+)\)", rf"]({SETTINGS['git_url']}/blob/{SETTINGS['branch']}/\1)", text)
 
 
@@ -109,7 +117,9 @@ def api_cell(text):
     "What show_doc put out, as a section of its own with an anchor."
     name = re.search(r"^#+ (\S+)", text, re.M)
     text = re.sub(r"^---\n", "", text.lstrip())
-    text = re.sub(r"```.*?```", lambda m: re.sub(r"\[`([^`]+)`\]\([^)]*\)", r"`\1`", m[0]), text, flags=re.S) # code holds no links
+    text = re.sub(
+        r"```.*?```", lambda m: re.sub(r"\[`([^`]+)`\]\([^)]*\)", r"`\1`", m[0]), text, flags=re.S
+    )  # code holds no links
     text = re.sub(r"^(\[source\]\S+)\s+(#+ .*)$", r"\2\n\n\1", text, count=1, flags=re.M)
     anchor = f'<span id="sym-{name[1].lower()}"></span>\n\n' if name else ""
     return nbformat.v4.new_markdown_cell(anchor + relink(re.sub(r'\{target="[^}]*\}', "", text)))
@@ -124,33 +134,55 @@ def by_kind(outputs):
 
 def convert_output(o):
     "An output without widgets (no kernel answers them here), its links as this site needs them, a number and its interval on one line."
-    if "data" not in o: return o
+    if "data" not in o:
+        return o
     clean = {"text/markdown": lambda t: relink(t), "text/html": lambda t: t.replace(" ± ", PM)}
-    return nbformat.from_dict({**o, "data": {k: clean.get(k, lambda t: t)(v) for k, v in o.data.items() if "widget" not in k}})
+    return nbformat.from_dict(
+        {**o, "data": {k: clean.get(k, lambda t: t)(v) for k, v in o.data.items() if "widget" not in k}}
+    )
 
 
 def convert_code(cell):
     "A processed code cell for myst-nb: its code, then each output. Markdown becomes text of the page, a picture a figure; the caption stands under the cell's last one."
     marks, source = directives(cell.source)
-    if marks.get("include") == "false": return []
+    if marks.get("include") == "false":
+        return []
     parts = by_kind([convert_output(o) for o in cell.outputs])
-    if marks.get("output") == "asis" and parts: return [api_cell(o["data"]["text/markdown"]) for k, g in parts if k == "text/markdown" for o in g]
+    if marks.get("output") == "asis" and parts:
+        return [api_cell(o["data"]["text/markdown"]) for k, g in parts if k == "text/markdown" for o in g]
     code = lambda outputs, **meta: nbformat.v4.new_code_cell(source, outputs=outputs, metadata=meta)
     hidden, caption = dict(tags=["remove-input"]), marks.get("fig-cap")
     cells = [] if marks.get("echo") == "false" else [code([], tags=["hide-input"] * ("code-fold" in marks))]
     pictures = [g for k, g in parts if k == "image/png"]
     for k, g in parts:
-        named = dict(image=dict(alt=caption), **(dict(figure=dict(caption=caption)) if g is pictures[-1] else {})) if caption and g in pictures else {}
-        cells.append(nbformat.v4.new_markdown_cell(g[0]["data"]["text/markdown"]) if k == "text/markdown" else code(g, **hidden, **(dict(mystnb=named) if named else {})))
+        named = (
+            dict(image=dict(alt=caption), **(dict(figure=dict(caption=caption)) if g is pictures[-1] else {}))
+            if caption and g in pictures
+            else {}
+        )
+        cells.append(
+            nbformat.v4.new_markdown_cell(g[0]["data"]["text/markdown"])
+            if k == "text/markdown"
+            else code(g, **hidden, **(dict(mystnb=named) if named else {}))
+        )
     return cells
 
 
 def convert(nb, name):
     "A processed notebook as a Sphinx page: front matter as title, code cells by their directives, links to pages."
-    front = yaml.safe_load(re.sub(r"^---|---\s*$", "", nb.cells[0].source.strip(), flags=re.M)) if nb.cells[0].cell_type == "raw" else {}
-    cells = [nbformat.v4.new_markdown_cell(f"# {front['title']}\n\n> {front.get('description') or ''}"), links(name)] if front.get("title") else []
-    for cell in nb.cells[bool(front):]:
-        if cell.cell_type == "code": cells += convert_code(cell)
+    front = (
+        yaml.safe_load(re.sub(r"^---|---\s*$", "", nb.cells[0].source.strip(), flags=re.M))
+        if nb.cells[0].cell_type == "raw"
+        else {}
+    )
+    cells = (
+        [nbformat.v4.new_markdown_cell(f"# {front['title']}\n\n> {front.get('description') or ''}"), links(name)]
+        if front.get("title")
+        else []
+    )
+    for cell in nb.cells[bool(front) :]:
+        if cell.cell_type == "code":
+            cells += convert_code(cell)
         elif "WARNING: THIS FILE WAS AUTOGENERATED" not in cell.source:
             cell.source = relink(cell.source)
             cells.append(cell)
@@ -166,24 +198,35 @@ def short_title(name):
 
 def toctree():
     "The navigation, at the end of the home page."
-    trees = [f"```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(f"{short_title(n)} <{url(n)}>" for n in names) + "\n```" for title, names in sections().items()]
+    trees = [
+        f"```{{toctree}}\n:hidden:\n:caption: {title}\n\n"
+        + "\n".join(f"{short_title(n)} <{url(n)}>" for n in names)
+        + "\n```"
+        for title, names in sections().items()
+    ]
     return nbformat.v4.new_markdown_cell("\n\n".join(trees))
 
 
 def by_sphinx(out):
     "Render the same pages with Sphinx; nothing in them is loaded from another host."
     from sphinx.cmd.build import build_main
+
     cache = process()
     with tempfile.TemporaryDirectory() as tmp:
         for path in cache.glob("*.ipynb"):
             nb = convert(nbformat.read(path, 4), path.name)
-            if path.stem == "index": nb.cells.append(toctree())
+            if path.stem == "index":
+                nb.cells.append(toctree())
             nbformat.write(nb, Path(tmp, f"{url(path.name)}.ipynb"))
         Path(tmp, "static").mkdir()
-        for name, text in STATIC.items(): Path(tmp, "static", name).write_text(text)
-        Path(tmp, "conf.py").write_text(CONF.format(author=SETTINGS["author"], copyright=SETTINGS["copyright"], git=SETTINGS["git_url"]))
+        for name, text in STATIC.items():
+            Path(tmp, "static", name).write_text(text)
+        Path(tmp, "conf.py").write_text(
+            CONF.format(author=SETTINGS["author"], copyright=SETTINGS["copyright"], git=SETTINGS["git_url"])
+        )
         code = build_main(["-q", "-b", "html", "-d", str(Path(tmp, ".doctrees")), tmp, str(Path(tmp, ".out"))])
-        if code: sys.exit("docs: Sphinx failed")
+        if code:
+            sys.exit("docs: Sphinx failed")
         shutil.rmtree(out, ignore_errors=True)
         shutil.move(Path(tmp, ".out"), out)
 
@@ -194,9 +237,11 @@ def main():
     parser.add_argument("--renderer", choices=["auto", "quarto", "sphinx"], default="auto")
     args = parser.parse_args()
     quarto = args.renderer == "quarto" or (args.renderer == "auto" and shutil.which("quarto"))
-    if args.renderer == "auto" and not quarto: print("docs: quarto is not on PATH, so the pages are rendered with Sphinx")
+    if args.renderer == "auto" and not quarto:
+        print("docs: quarto is not on PATH, so the pages are rendered with Sphinx")
     (by_quarto if quarto else by_sphinx)(args.out)
     print(f"docs: {len(list(args.out.glob('*.html')))} pages, open {args.out / 'index.html'}")
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,5 @@
 """`python tools/episodes.py RECORD.json ...`: gives few-shot records from before `hits` what each test episode came to, by the weights under $AIM_RUNS. A record is changed only if these answer as they did: their mean must be its accuracy."""
+
 import sys
 from pathlib import Path
 
@@ -12,8 +13,11 @@ def with_hits(record):
     "The record and what each of its test episodes came to."
     q, m, (*_, ask) = record["parameters"], record["metrics"], fewshot_again(record)
     score = ask()
-    if abs(score.mean - m["accuracy"]) > 1e-3: raise AimError(f"the weights here answer {score.mean:.3f} % where record {record['key']} has {m['accuracy']:.3f} %; it stays as it is.")
-    return record | {"metrics": m | {"hits": pack_hits(score.accuracy, q["n_way"]*q["n_query"])}}
+    if abs(score.mean - m["accuracy"]) > 1e-3:
+        raise AimError(
+            f"the weights here answer {score.mean:.3f} % where record {record['key']} has {m['accuracy']:.3f} %; it stays as it is."
+        )
+    return record | {"metrics": m | {"hits": pack_hits(score.accuracy, q["n_way"] * q["n_query"])}}
 
 
 def main(paths):
@@ -21,9 +25,13 @@ def main(paths):
     for path in map(Path, paths):
         try:
             record = read_record(path)
-            if record["task"] == "fewshot" and "hits" not in record["metrics"]: print(save_record(with_hits(record), path.parent).name, flush=True)
-        except AimError as e: failed += 1; print(f"episodes: {e}", file=sys.stderr)
+            if record["task"] == "fewshot" and "hits" not in record["metrics"]:
+                print(save_record(with_hits(record), path.parent).name, flush=True)
+        except AimError as e:
+            failed += 1
+            print(f"episodes: {e}", file=sys.stderr)
     return bool(failed)
 
 
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

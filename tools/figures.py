@@ -1,4 +1,5 @@
 """`make figures`: write figures/ from code and from the kept records, one file for each label of the paper that has records."""
+
 import sys
 from pathlib import Path
 import matplotlib.pyplot as plt
@@ -23,7 +24,9 @@ def main():
     names = write(read_records(), FIGURES)
     stale = sorted(p.name for p in FIGURES.iterdir() if p.suffix in (".png", ".svg") and p.stem not in names)
     print(f"figures: {', '.join(names)}")
-    if stale: sys.exit(f"figures: no record draws {', '.join(stale)}; remove them or keep their records")
+    if stale:
+        sys.exit(f"figures: no record draws {', '.join(stale)}; remove them or keep their records")
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,5 @@
 """`python tools/ship.py RECORD.json`: the model of a finished run as a file of the package. float16 where that leaves the test accuracy as it is, else float32; prints the row for the card in aim_nb/weights/README.md."""
+
 import argparse, hashlib, sys
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from aim_nb.pretrain import feature_bank, pretrained_backbone
 from aim_nb.records import read_record
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "aim_nb" / "weights"
-SAME = .05 # points of accuracy: what a table with one decimal does not show
-LIMIT = 20e6 # bytes of all shipped files
+SAME = 0.05  # points of accuracy: what a table with one decimal does not show
+LIMIT = 20e6  # bytes of all shipped files
 
 
 def fewshot_again(record):
@@ -24,7 +25,11 @@ def fewshot_again(record):
     net, _ = pretrained_backbone(bank, q["backbone"], b, seed=q["backbone_seed"])
     features = feature_bank(net, bank, ("test",))
     episodes = train_fewshot.fixed_episodes(features, "test", b.test_episodes, q["n_way"], q["n_shot"], q["n_query"])
-    ways = dict(adapt=protocol.adapt and record["method"] != "sib", lr=train_fewshot.paper_rates().nu_in, decision="soft" if protocol.decision == "soft-test" else None)
+    ways = dict(
+        adapt=protocol.adapt and record["method"] != "sib",
+        lr=train_fewshot.paper_rates().nu_in,
+        decision="soft" if protocol.decision == "soft-test" else None,
+    )
     return layer, head, lambda: evaluate(layer, head, features.tensor("test"), episodes, **ways)
 
 
@@ -33,8 +38,10 @@ def fewshot_test(record):
     layer, head, ask = fewshot_again(record)
 
     def test(tensors):
-        for module, prefix in ((layer, "layer."), (head, "head.")): load_module(module, tensors, prefix)
+        for module, prefix in ((layer, "layer."), (head, "head.")):
+            load_module(module, tensors, prefix)
         return ask().mean
+
     return test
 
 
@@ -45,18 +52,23 @@ def continual_test(record):
     def test(tensors):
         load_module(net, tensors, "net.")
         return metatest(net, trained.bank, trained.norm, trained.protocol, trained.budget, trained.seed)["accuracy"]
+
     return test
 
 
-def halved(tensors): return {k: v.half() if v.dtype == torch.float32 else v for k, v in tensors.items()}
+def halved(tensors):
+    return {k: v.half() if v.dtype == torch.float32 else v for k, v in tensors.items()}
 
 
 def choose(record, tensors):
     "The tensors to ship, their accuracy, and what was found."
     test = {"fewshot": fewshot_test, "continual": continual_test}[record["task"]](record)
     full, half = test(tensors), test(halved(tensors))
-    print(f"accuracy: the record says {record['metrics']['accuracy']:.3f}, float32 gives {full:.3f}, float16 {half:.3f}")
-    if abs(full - record["metrics"]["accuracy"]) > SAME: raise AimError("these weights do not give the record's accuracy; run the experiment again.")
+    print(
+        f"accuracy: the record says {record['metrics']['accuracy']:.3f}, float32 gives {full:.3f}, float16 {half:.3f}"
+    )
+    if abs(full - record["metrics"]["accuracy"]) > SAME:
+        raise AimError("these weights do not give the record's accuracy; run the experiment again.")
     return (halved(tensors), half, "float16") if abs(half - full) <= SAME else (tensors, full, "float32")
 
 
@@ -64,13 +76,23 @@ def ship(record, into):
     "Write the file; its path and the card's row."
     checkpoints = {"fewshot": train_fewshot, "continual": train_continual}[record["task"]].training_checkpoints(record)
     saved = checkpoints.best()
-    if saved is None: raise AimError(f"the weights of run {record['key']} are not under {checkpoints.dir}; run it again to have them.")
+    if saved is None:
+        raise AimError(
+            f"the weights of run {record['key']} are not under {checkpoints.dir}; run it again to have them."
+        )
     tensors, accuracy, kind = choose(record, saved.tensors)
     shots = f"-{record['parameters']['n_shot']}shot" if record["task"] == "fewshot" else ""
     path = into / f"{record['dataset']}-{record['method']}{shots}-{checkpoints.dir.name.rpartition('-')[2]}.safetensors"
-    meta = dict(step=saved.step, identity=checkpoints.identity, meta=saved.meta, accuracy=accuracy, dtype=kind, record=record)
-    size = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(p.stat().st_size for p in into.glob("*.safetensors") if p != path)
-    if size > LIMIT: raise AimError(f"with this file the shipped weights would be {size/1e6:.1f} MB, {LIMIT/1e6:.0f} at most; ship a narrower network.")
+    meta = dict(
+        step=saved.step, identity=checkpoints.identity, meta=saved.meta, accuracy=accuracy, dtype=kind, record=record
+    )
+    size = sum(t.numel() * t.element_size() for t in tensors.values()) + sum(
+        p.stat().st_size for p in into.glob("*.safetensors") if p != path
+    )
+    if size > LIMIT:
+        raise AimError(
+            f"with this file the shipped weights would be {size / 1e6:.1f} MB, {LIMIT / 1e6:.0f} at most; ship a narrower network."
+        )
     save_tensors(path, tensors, meta)
     return path, row(path, record, tensors, accuracy, kind)
 
@@ -80,7 +102,11 @@ def row(path, record, tensors, accuracy, kind):
     b, q = record["budget"], record["parameters"]
     width = f", {b['width']} channels instead of 112 (narrow: not the paper's network)" if b["width"] else ""
     network = f"{record['method']}, M={q['M']}, K={q['K']}, l={q['l']}{width}, {sum(t.numel() for t in tensors.values()):,} numbers, {kind}"
-    measured = f"{q['n_way']}-way {q['n_shot']}-shot test" if record["task"] == "fewshot" else f"{record['metrics']['n_classes'][-1]} classes, test images, {record['metrics']['update']} moves"
+    measured = (
+        f"{q['n_way']}-way {q['n_shot']}-shot test"
+        if record["task"] == "fewshot"
+        else f"{record['metrics']['n_classes'][-1]} classes, test images, {record['metrics']['update']} moves"
+    )
     return f"| `{path.name}` | {network} | {record['dataset']}, seed {record['seed']} | {b['name']}, {b['steps']:,} steps | {accuracy:.2f} % ({measured}) | `{hashlib.sha256(path.read_bytes()).hexdigest()}` |"
 
 
@@ -91,10 +117,15 @@ def main():
     args = parser.parse_args()
     try:
         record = read_record(args.record)
-        if not record["method"].endswith("+aim"): raise AimError(f"{record['method']} has no AIM; models with AIM are shipped, backbones come from 16_pretrain.")
+        if not record["method"].endswith("+aim"):
+            raise AimError(
+                f"{record['method']} has no AIM; models with AIM are shipped, backbones come from 16_pretrain."
+            )
         path, line = ship(record, args.into)
-    except AimError as e: sys.exit(f"ship: {e}")
-    print(f"{path} ({path.stat().st_size/1e6:.1f} MB); its row for the card:\n{line}")
+    except AimError as e:
+        sys.exit(f"ship: {e}")
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB); its row for the card:\n{line}")
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()
