@@ -14,7 +14,7 @@ from .core import HOST, AimError, atomic_file, content_key, runs_dir
 
 # %% auto #0
 __all__ = ['FORMAT', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity', 'run_lock',
-           'sweep', 'Saved', 'read_saved', 'Saves', 'Checkpoints', 'shipped_record', 'run_checkpoints']
+           'sweep', 'Saved', 'read_saved', 'Checkpoints', 'shipped_record', 'run_checkpoints']
 
 # %% ../nbs/07_checkpoints.ipynb #ba9cc453
 _DTYPES = {
@@ -204,22 +204,28 @@ def read_saved(
     return Saved(top["step"], tensors, top["meta"])
 
 # %% ../nbs/07_checkpoints.ipynb #dbc6c982
-class Saves:
-    "The states of one run step by step, the last two kept."
+class Checkpoints:
+    """The checkpoint files of one run, in one folder.
+
+    `step-N` holds everything that a run needs to go on after N steps; the last two are kept. `weights-N` holds the weights after N steps alone: those of the best validation so far, and those of every milestone.
+    """
 
     def __init__(
         self,
         dir,  # the run's own folder
         identity,  # what makes this run this run; a file with another identity is refused
-        keep=2,  # how many of the last ones stay
+        keep=2,  # how many of the last states stay
     ):
-        self.dir, self.identity, self.keep = Path(dir), identity, keep
+        self.dir = Path(dir)
+        self.identity = identity
+        self.keep = keep
+        self.held = False
 
     def _label(self, step, meta):
         return dict(step=step, identity=self.identity, meta=meta or {})
 
     def files(self) -> list:
-        "Checkpoint files, newest first."
+        "Files of states, newest first."
         return sorted(self.dir.glob("step-*.safetensors"), reverse=True)
 
     def save(self, step, tensors, meta=None) -> Path:
@@ -230,7 +236,7 @@ class Saves:
         return path
 
     def latest(self) -> Saved | None:
-        "The newest whole checkpoint, None when there is none yet."
+        "The newest whole state, None when there is none yet."
         files = self.files()
         for path in files:
             try:
@@ -240,39 +246,61 @@ class Saves:
         if files:
             raise AimError(f"no checkpoint in {self.dir} can be read; start over with --fresh (or AIM_FRESH=1).")
 
-# %% ../nbs/07_checkpoints.ipynb #13d04793
-class Checkpoints(Saves):
-    "The checkpoint files of one run, in one folder."
+    def _weights_path(self, step):
+        return self.dir / f"weights-{step:09d}.safetensors"
 
-    def save_best(self, step, tensors, meta=None) -> Path:
-        "Write the best state so far."
-        return save_tensors(self.dir / "best.safetensors", tensors, self._label(step, meta))
+    def weight_steps(self) -> list:
+        "The steps whose weights are kept, in order."
+        return sorted(int(p.stem.rpartition("-")[2]) for p in self.dir.glob("weights-*.safetensors"))
 
-    def best(self) -> Saved | None:
-        "The best state, None when there is none yet."
-        path = self.dir / "best.safetensors"
+    def save_weights(self, step, tensors, meta=None) -> Path:
+        "Write the weights after `step` steps."
+        return save_tensors(self._weights_path(step), tensors, self._label(step, meta))
+
+    def weights(self, step) -> Saved | None:
+        "The weights after exactly `step` steps, None where they were not kept."
+        path = self._weights_path(step)
+        if not path.exists():
+            return None
         try:
-            return read_saved(path, self.identity) if path.exists() else None
+            saved = read_saved(path, self.identity)
         except DamagedFile as e:
-            raise DamagedFile(f"{e} The best state was only there; start over with --fresh (or AIM_FRESH=1).") from e
+            raise DamagedFile(f"{e} These weights were only there; start over with --fresh (or AIM_FRESH=1).") from e
+        if saved.step != step:
+            raise DamagedFile(f"{path} holds the weights of step {saved.step:,}; start over with --fresh.")
+        return saved
+
+    def drop_weights(self, needed):
+        "Delete the weights of all steps but those `needed`."
+        for step in self.weight_steps():
+            if step not in needed:
+                self._weights_path(step).unlink(missing_ok=True)
 
     def shipped(self) -> Saved | None:
-        "The best state that comes with the package, None for most runs."
+        "The weights that come with the package, None for most runs."
         own = self.dir.name.rpartition("-")[2]
         path = next((Path(str(files("aim_nb"))) / "weights").glob(f"*-{own}.safetensors"), None)
         return read_saved(path, self.identity) if path else None
 
     def clear(self):
         "Forget this run."
-        for path in (*self.files(), self.dir / "best.safetensors"):
+        for path in self.files():
             path.unlink(missing_ok=True)
+        self.drop_weights(needed=())
 
     @contextlib.contextmanager
     def lock(self):
-        "Hold the run for this process and sweep what a killed one left half written."
+        "Hold the run for this process, also through nested calls, and remove what a killed one left half written."
+        if self.held:
+            yield self
+            return
         with run_lock(self.dir):
             sweep(self.dir)
-            yield self
+            self.held = True
+            try:
+                yield self
+            finally:
+                self.held = False
 
 # %% ../nbs/07_checkpoints.ipynb #b0f39ef0
 def shipped_record(

@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_core.ipynb #9e9a1608
 from __future__ import annotations
-import contextlib, ctypes, functools, hashlib, json, os, platform, re, shutil, sys, tempfile
+import contextlib, ctypes, difflib, functools, hashlib, json, os, platform, re, shutil, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['HOST', 'LARGE_PAGES', 'SWITCHES', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'CHECKPOINTS', 'BUDGETS',
-           'PAPER_LONG', 'QUICK', 'AimError', 'check_choice', 'words', 'numbers', 'project_root', 'runs_dir',
-           'data_root', 'in_test', 'atomic_file', 'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng',
-           'numpy_rng', 'worker_env', 'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device', 'progress',
-           'Protocol', 'Budget', 'budget']
+__all__ = ['HOST', 'LARGE_PAGES', 'SWITCHES', 'PRESETS', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS',
+           'PAPER_LONG', 'QUICK', 'AimError', 'check_choice', 'words', 'numbers', 'read_seeds', 'project_root',
+           'runs_dir', 'data_root', 'in_test', 'atomic_file', 'atomic_write', 'atomic_dir', 'content_key', 'key_seed',
+           'torch_rng', 'numpy_rng', 'worker_env', 'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device',
+           'progress', 'Protocol', 'preset', 'preset_size', 'parse_switches', 'Budget', 'budget']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -45,6 +45,14 @@ def numbers(text, kind=int) -> list:
         return [kind(w) for w in words(text)]
     except ValueError:
         raise AimError(f"{text!r} should be {kind.__name__} values separated by commas, such as '1,5'.") from None
+
+
+def read_seeds(text) -> list:
+    "The comma-separated seeds of `text`; a seed given twice would count one run twice, so it is refused."
+    seeds = numbers(text)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise AimError(f"seeds={text!r} should name at least one seed and none twice, such as '0,1,2'.")
+    return seeds
 
 # %% ../nbs/00_core.ipynb #69329027
 def project_root() -> Path:
@@ -246,66 +254,72 @@ def progress(
     return kind(iterable, **{"mininterval": every, "ascii": True, "dynamic_ncols": not live, **kwargs})
 
 # %% ../nbs/00_core.ipynb #0c5dfaa3
-SWITCHES = dict(
-    gate=("sigmoid", "raw"),  # eq. (3) | the release's continual code: signed scores, L2-normalised output
+SWITCHES = dict(  # every value that a switch can take, the usual one of few-shot runs first
+    gate=("sigmoid", "raw"),  # eq. (3) | signed scores, key bias, unit-length output (the authors' continual code)
     decision=("hard", "soft", "soft-test"),  # top K | every mechanism above 0.5 | hard in training, soft at test
-    select=(
-        "shared",
-        "sample",
-    ),  # eq. (4): the same ranks for all samples of a call (release) | ranks per sample (text)
-    sib_steps=(3, 5),  # what the release runs | what its configuration file says
-    aim_update=(
-        "inplace",
-        "episode",
-        "algorithm1",
-    ),  # release's double step | first-order MAML | the text to the letter
+    select=("shared", "sample"),  # eq. (4): ranks drawn once a call (the authors) | once an input (the text)
+    mask=("attended", "fixed", "random"),  # K chosen by score | the same K for every input | K drawn by image: controls
+    sib_steps=(3, 5),  # what the authors' code runs | what its configuration file says
+    aim_update=("inplace", "episode", "algorithm1"),  # the authors' double step | first-order MAML | the text
     adapt=(True, False),  # the inner step on the support set
-    heatmap=("mean", "halving"),  # the paper's average | the release's new = (old + current)/2
-    slow_set=("all", "paper"),  # what the release's Adam updates | RLN or NM alone
-    fast_set=("paper", "release"),  # ANML: all of P | P's last norm only (both with reduce, AIM and fc)
+    heatmap=("mean", "halving"),  # the paper's average | the authors' new = (old + current)/2
+    aim_scale=("1", "1/K"),  # size of the initial mechanisms
+    reduce=(True, False),  # a linear layer that halves the features before AIM
+    slow_set=("all", "paper"),  # what Adam updates: everything (the authors) | RLN or NM alone (the text)
+    fast_set=("paper", "release"),  # ANML: all of P | P's last norm, with reduce frozen at meta-test
     order=("first", "second"),  # of the meta-gradient
-    norm=(
-        "affine",
-        "instance",
-    ),  # the release's fixed affine map | per-image normalisation, as ANML's parent (the usual one of continual runs)
-    inputs=("standardised", "release"),  # by the meta-train images' mean and sd | the release's constants
-    row_reset=("kaiming", "normal"),  # the output row of a class about to be learnt
-    protocol=("heldout", "release"),  # Omniglot's meta-test classes and images
-    metatest_update=("head", "fast"),  # what moves at meta-test: fc | every fast parameter
-    metatest_rate=("validation", "release"),  # chosen without test images | on them
+    norm=("affine", "instance"),  # after a convolution: a fixed affine map | per-image normalisation
+    inputs=("standardised", "release"),  # by the meta-training images' mean and sd | the authors' constants
+    row_reset=("kaiming", "normal", "matched"),  # a new class's output row: sd sqrt(2/d) | 1 | logits of variance ~1
+    meta_images=("same", "redrawn", "others"),  # of the class in the meta-batch: those learnt | redrawn | never learnt
+    train_classes=("split", "all"),  # validation classes are held out of meta-training | they are not
+    precision=("float32", "bf16"),  # of the convolutions
+    weights=("last", "best"),  # meta-tested: at the end of training | of the best validation
+    protocol=("heldout", "release", "leak"),  # meta-test classes and images | Omniglot: those of meta-training | both
+    metatest_update=("head", "fast", "means"),  # what learns: fc | every fast parameter | nothing, class means
+    metatest_rate=("validation", "test"),  # learning rate chosen without test images | on them (the authors)
     trajectories=("prefix", "independent"),  # one long trajectory read at its prefixes | a new draw for each n
-    meta_images=("same", "redrawn"),  # the class's images in the meta-batch: those of the inner loop | new ones
     adam=("exact", "lazy"),  # idle mechanisms move under Adam | they do not (another optimiser)
 )
 
 # %% ../nbs/00_core.ipynb #91d8b152
 @dataclass(frozen=True)
 class Protocol:
-    "Every choice on which paper and release differ; checked when made, written into each record."
+    "Every choice on which the paper, its authors' code and we may differ; checked when made, part of each record."
 
     gate: str = "sigmoid"
     decision: str = "hard"
     select: str = "shared"
+    mask: str = "attended"
     sib_steps: int = 3
     aim_update: str = "inplace"
     adapt: bool = True
     heatmap: str = "mean"
+    aim_scale: str = "1"
+    reduce: bool = True
     slow_set: str = "all"
     fast_set: str = "paper"
     order: str = "first"
     norm: str = "affine"
     inputs: str = "standardised"
     row_reset: str = "kaiming"
+    meta_images: str = "same"
+    train_classes: str = "split"
+    precision: str = "float32"
+    weights: str = "last"
     protocol: str = "heldout"
     metatest_update: str = "head"
     metatest_rate: str = "validation"
     trajectories: str = "prefix"
-    meta_images: str = "same"
     adam: str = "exact"
 
     def __post_init__(self):
         for name, choices in SWITCHES.items():
             check_choice(name, getattr(self, name), choices)
+        if self.decision != "hard" and (self.gate == "raw" or self.mask != "attended"):
+            raise AimError(
+                f"decision={self.decision!r} keeps scores above one half, so it needs gate='sigmoid' and mask='attended'."
+            )
 
     def asdict(self) -> dict:
         return asdict(self)
@@ -314,14 +328,108 @@ class Protocol:
         "The switches that do not stand at their default."
         return {k: v for k, v in asdict(self).items() if v != SWITCHES[k][0]}
 
+# %% ../nbs/00_core.ipynb #f7ba7761
+_DRAWINGS = ("omniglot", "glyphs")
+
+
+def _by_data(dataset, drawings, photographs):
+    return drawings if dataset in _DRAWINGS else photographs
+
+
+def preset(
+    name="ours",  # ours | release | paper
+    dataset="omniglot",
+    **changes,  # switches that differ from it
+) -> Protocol:
+    "The switches of a continual run."
+    check_choice("preset", name, PRESETS)
+    unknown = [k for k in changes if k not in SWITCHES]
+    if unknown:
+        raise AimError(f"There is no switch {unknown[0]!r}; the switches are {', '.join(SWITCHES)}.")
+    redrawn = _by_data(dataset, "same", "redrawn")
+    values = dict(
+        release=dict(
+            gate="raw",
+            aim_scale="1",
+            select="shared",
+            norm="affine",
+            inputs="release",
+            row_reset="normal",
+            reduce=True,
+            slow_set="all",
+            fast_set="release",
+            meta_images=redrawn,
+            train_classes="all",
+            trajectories="independent",
+            protocol="release",
+            metatest_update="fast",
+            metatest_rate="test",
+        ),
+        paper=dict(
+            gate="sigmoid",
+            aim_scale="1/K",
+            select="sample",
+            norm="affine",
+            inputs="standardised",
+            row_reset="kaiming",
+            reduce=_by_data(dataset, False, True),
+            slow_set="paper",
+            fast_set="paper",
+            meta_images="others",
+            train_classes="split",
+            trajectories="independent",
+            protocol="heldout",
+            metatest_update="fast",
+            metatest_rate="validation",
+        ),
+        ours=dict(
+            gate="raw",
+            aim_scale="1",
+            select="shared",
+            norm=_by_data(dataset, "instance", "affine"),
+            inputs="standardised",
+            row_reset="matched",
+            reduce=True,
+            slow_set="all",
+            fast_set="release",
+            meta_images=redrawn,
+            train_classes="split",
+            trajectories="prefix",
+            protocol="heldout",
+            metatest_update="head",
+            metatest_rate="validation",
+        ),
+    )[name]
+    return Protocol(**{**values, **changes})
+
+
+PRESETS = ("ours", "release", "paper")
+
+
+def preset_size(name, dataset) -> int:
+    "AIM's number of mechanisms: 64, but 32 in the authors' code on mini-ImageNet."
+    return 32 if (name, dataset) == ("release", "mini-imagenet") else 64
+
+
+def parse_switches(
+    text,  # such as "gate=raw,norm=affine"
+) -> dict:
+    "Switches by name, each with one of its values."
+    out = {}
+    for word in words(text):
+        name, equals, value = word.partition("=")
+        if not equals or name not in SWITCHES:
+            near = difflib.get_close_matches(name, SWITCHES, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the switches are {', '.join(SWITCHES)}."
+            raise AimError(f"switches: {word!r} is not name=value with a known name; {hint}")
+        known = {str(v): v for v in SWITCHES[name]}
+        out[name] = known[check_choice(name, value, known)]
+    return out
+
 # %% ../nbs/00_core.ipynb #72973a4a
 DATASETS = ("omniglot", "cifar-fs", "cifar100", "mini-imagenet", "glyphs")
 FEWSHOT_METHODS = ("sib", "sib+linear", "sib+aim")
-CONTINUAL_METHODS = ("oml", "oml+linear", "oml+aim", "anml", "anml+aim")
-CHECKPOINTS = (
-    "best",
-    "last",
-)  # continual: the weights that are meta-tested, of the best validation or of the end of training
+CONTINUAL_METHODS = ("oml", "oml+linear", "oml+unit", "oml+linear-unit", "oml+aim", "anml", "anml+aim")
 
 
 @dataclass(frozen=True)

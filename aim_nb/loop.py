@@ -11,31 +11,62 @@ from .core import AimError, keep_memory, progress
 
 # %% auto #0
 __all__ = ['History', 'Window', 'first_bad', 'interrupts', 'wants_fresh', 'module_tensors', 'load_module', 'optimizer_tensors',
-           'load_optimizer', 'check_fit', 'SaveClock', 'Keeper', 'Loop', 'Run', 'run_loop']
+           'load_optimizer', 'check_fit', 'SaveClock', 'weights_named', 'Keeper', 'Run', 'run_loop', 'load_milestone',
+           'load_best']
 
 # %% ../nbs/16_loop.ipynb #068a85dd
 class History(list):
     "Rows of a run, one a validation, and where the best of them is."
 
-    def __init__(self, rows=(), best_step=None, seconds=0.0, save_seconds=0.0):
+    def __init__(
+        self, rows=(), regular_best=None, seconds=0.0, save_seconds=0.0, end=None, end_is_best=False, milestones=()
+    ):
         super().__init__(rows)
-        self.best_step, self.seconds, self.save_seconds, self.resumed = best_step, seconds, save_seconds, 0
+        self.regular_best = regular_best  # the step of the best of these rows
+        self.seconds = seconds
+        self.save_seconds = save_seconds
+        self.end = end  # the row of a validation that was due only because the run ended there
+        self.end_is_best = end_is_best
+        self.milestones = [list(m) for m in milestones]  # [step, best step up to there]: their weights are kept
+        self.resumed = 0
+
+    def rows(self) -> list:
+        "All validations, that at the end included."
+        return [*self, self.end] if self.end else list(self)
+
+    def row(self, step):
+        "The row of a validation, None where there was none."
+        return next((r for r in self.rows() if r["step"] == step), None)
+
+    @property
+    def best_step(self):
+        "The step of the best validation, None before there was one."
+        return self.end["step"] if self.end and self.end_is_best else self.regular_best
 
     @property
     def best(self):
         "The row of the best validation, None before there was one."
-        return next((r for r in self if r["step"] == self.best_step), None)
+        return self.row(self.best_step)
 
     @property
     def last(self):
-        return self[-1] if self else None
+        rows = self.rows()
+        return rows[-1] if rows else None
 
     def column(self, name) -> list:
         "One metric over the rows that have it."
-        return [r[name] for r in self if name in r]
+        return [r[name] for r in self.rows() if name in r]
 
     def asdict(self):
-        return dict(rows=list(self), best_step=self.best_step, seconds=self.seconds, save_seconds=self.save_seconds)
+        return dict(
+            rows=list(self),
+            regular_best=self.regular_best,
+            seconds=self.seconds,
+            save_seconds=self.save_seconds,
+            end=self.end,
+            end_is_best=self.end_is_best,
+            milestones=self.milestones,
+        )
 
 # %% ../nbs/16_loop.ipynb #b4768fdc
 def _floats(values):
@@ -66,6 +97,9 @@ class Window:
 
     def means(self):
         return {k: v / self.count for k, v in self.sums.items()}
+
+    def asdict(self):
+        return dict(sums=self.sums, count=self.count)
 
 # %% ../nbs/16_loop.ipynb #f423ecdc
 def first_bad(tensors) -> str:
@@ -177,50 +211,63 @@ class SaveClock:
             self.spent, self.before, self.since = self.total - self.before, self.total, time.monotonic()
 
 # %% ../nbs/16_loop.ipynb #29e74513
+def weights_named(history) -> set:
+    "The steps whose weights a history needs: the best of its regular validations, and its milestones with their best."
+    return {history.regular_best, *(step for milestone in history.milestones for step in milestone)}
+
+
 class Keeper:
     "Takes a trainee's state to disk and back; without checkpoints it does nothing."
 
     def __init__(self, trainee, checkpoints=None, save_every=0, desc="run"):
-        self.trainee, self.checkpoints, self.desc, self.clock, self.saved = (
-            trainee,
-            checkpoints,
-            desc,
-            SaveClock(save_every),
-            -1,
-        )
-        self.best = None
+        self.trainee = trainee
+        self.checkpoints = checkpoints
+        self.desc = desc
+        self.clock = SaveClock(save_every)
+        self.saved = -1
+        self.waiting = {}  # step -> (weights, notes) not written yet
+        self.named = []  # for each state on disk: the steps whose weights it names
 
     def restore(self, steps):
-        "Load the newest checkpoint into the trainee and return it, None when there is none."
+        "Load the newest state into the trainee and return it, None when there is none."
         if not self.checkpoints or not (found := self.checkpoints.latest()):
             return None
         if found.step > steps:
+            kept = [m[0] for m in found.meta["history"]["milestones"]]
             raise AimError(
-                f"{self.desc} is at step {found.step:,} already, past the {steps:,} asked for; ask for more, or set $AIM_RUNS to another folder to train it there (--fresh would delete the longer training)."
+                f"{self.desc} is at step {found.step:,} already and has no weights of step {steps:,} any more; "
+                f"ask for one of {', '.join(f'{n:,}' for n in kept)} or for more steps, "
+                "or set $AIM_RUNS to another folder to train it there (--fresh would delete the longer training)."
             )
         check_fit(found.tensors, self.trainee.tensors())
         self.trainee.load(found.tensors)
         self.saved = found.step
+        self.named = [weights_named(History(**found.meta["history"]))]
         return found
 
-    def save(self, n, meta):
+    def save(self, n, history, window):
         "Write the state after `n` steps."
         if not self.checkpoints:
             return
         with self.clock.spend():
             tensors = self.checked(n, self.trainee.tensors())
-            if self.best:
-                self.checkpoints.save_best(*self.best)
-            self.checkpoints.save(n, tensors, meta)
-        self.saved, self.best = n, None
+            for step, (weights, notes) in self.waiting.items():
+                self.checkpoints.save_weights(step, weights, notes)
+            self.checkpoints.save(n, tensors, dict(history=history.asdict(), window=window.asdict()))
+            self.named = [*self.named[-1:], weights_named(history)]
+            if len(self.named) > 1:
+                self.checkpoints.drop_weights(set().union(*self.named))
+        self.saved = n
+        self.waiting = {}
 
-    def save_best(self, n, row):
-        "Set the best state aside for the next save."
+    def set_aside(self, n, notes, replace=None):
+        "Keep the weights of step `n` for the next save; those of the step `replace`, if they still wait, are not needed."
         if not self.checkpoints:
             return
         with self.clock.spend(last=False):
             tensors = self.checked(n, getattr(self.trainee, "weights", self.trainee.tensors)())
-            self.best = n, {k: t.detach().clone() for k, t in tensors.items()}, row
+            self.waiting.pop(replace, None)
+            self.waiting[n] = {k: t.detach().clone() for k, t in tensors.items()}, notes
 
     def checked(self, n, tensors):
         if bad := first_bad(tensors):
@@ -228,12 +275,8 @@ class Keeper:
         return tensors
 
     def failure(self, why):
-        left = (
-            f"the last good checkpoint (step {max(self.saved, 0)}) is kept in {self.checkpoints.dir}"
-            if self.checkpoints
-            else "nothing was saved"
-        )
-        return AimError(f"{self.desc}: {why}; stopped, {left}. Try a smaller learning rate.")
+        kept = f"the last good checkpoint (step {self.saved}) is kept in {self.checkpoints.dir}" if self.saved > 0 else ""
+        return AimError(f"{self.desc}: {why}; stopped, {kept or 'nothing was saved'}. Try a smaller learning rate.")
 
 # %% ../nbs/16_loop.ipynb #1ad5cc64
 def _plain(v):
@@ -250,40 +293,49 @@ def _tell(callbacks, event, *args):
             f(*args)
 
 # %% ../nbs/16_loop.ipynb #56233671
-class Loop:
-    "A run between its steps: where it is, what it has seen."
+class Run:
+    "A run: where it is, what it has seen, and how it goes on."
 
-    def __init__(self, trainee, steps, val_every, keeper, callbacks, best):
-        self.trainee, self.steps, self.val_every, self.keeper, self.callbacks = (
-            trainee,
-            steps,
-            val_every,
-            keeper,
-            callbacks,
-        )
-        self.metric, self.sign = best.lstrip("-"), -1 if best.startswith("-") else 1
-        self.n, self.history, self.window, self.looked = 0, History(), Window(), time.monotonic()
+    def __init__(self, trainee, steps, val_every, keeper, callbacks, best, milestones=(), stop_when=None):
+        self.trainee = trainee
+        self.steps = steps
+        self.val_every = val_every
+        self.keeper = keeper
+        self.callbacks = callbacks
+        self.metric = best.lstrip("-")
+        self.sign = -1 if best.startswith("-") else 1
+        self.milestones = set(milestones)
+        self.stop_when = stop_when
+        self.n = 0
+        self.history = History()
+        self.window = Window()
+        self.looked = time.monotonic()
         self.kept = None
         if found := keeper.restore(steps):
-            self.n, self.history, self.window = (
-                found.step,
-                History(**found.meta["history"]),
-                Window(**found.meta["window"]),
-            )
+            self.n = found.step
+            self.history = History(**found.meta["history"])
+            self.window = Window(**found.meta["window"])
             self.kept = self.mark()
-        self.history.resumed, self.before, self.start = (
-            self.n,
-            (self.history.seconds, self.history.save_seconds),
-            time.monotonic(),
-        )
+        if self.history.end and self.n < steps:  # go on as if the run had not ended here
+            self.history.end = None
+        self.history.resumed = self.n
+        self.before = self.history.seconds, self.history.save_seconds
+        self.start = time.monotonic()
+
+    def score(self, row):
+        "How good a validation is; larger is better, and the earlier of equals wins."
+        return self.sign * row[self.metric] if self.metric in row else -math.inf
 
     def mark(self):
-        return self.n, len(self.history)
+        return self.n, len(self.history.rows()), len(self.history.milestones)
+
+    def is_regular(self):
+        "Whether every run validates here."
+        return self.n > 0 and (self.n in self.milestones or bool(self.val_every) and self.n % self.val_every == 0)
 
     def due(self):
         "Whether a validation belongs here and is not in the history yet."
-        here = self.n == self.steps or bool(self.val_every and self.n and self.n % self.val_every == 0)
-        return here and not (self.history and self.history.last["step"] == self.n)
+        return (self.n == self.steps or self.is_regular()) and self.history.row(self.n) is None
 
     def step(self):
         metrics = self.trainee.step(self.n)
@@ -300,37 +352,53 @@ class Loop:
         self.looked = time.monotonic()
 
     def validate(self):
-        "Add a row, and keep the state if it is the best so far."
+        "Add a row, and set the weights aside if it is the best so far."
         measured = self.trainee.validate(self.n) if hasattr(self.trainee, "validate") else {}
         row = dict(step=self.n, **self.window.means(), **{k: _plain(v) for k, v in measured.items()})
-        best, self.window = self.history.best, Window()
-        self.history.append(row)
-        if self.metric in row and (best is None or self.sign * row[self.metric] > self.sign * best[self.metric]):
-            self.history.best_step = self.n
-            self.keeper.save_best(self.n, row)
+        before = self.history.regular_best
+        is_best = self.metric in row and (before is None or self.score(row) > self.score(self.history.row(before)))
+        if not self.is_regular():
+            self.history.end = row
+            self.history.end_is_best = is_best
+        else:
+            self.history.append(row)
+            self.window = Window()
+            if is_best:
+                self.history.regular_best = self.n
+                needed = any(before in m for m in self.history.milestones)
+                self.keeper.set_aside(self.n, row, replace=None if needed else before)
         _tell(self.callbacks, "on_validate", row)
 
-# %% ../nbs/16_loop.ipynb #837a79f6
-class Run(Loop):
-    "A run that goes."
+    def reach_milestone(self):
+        "Set the weights aside, with the history up to here."
+        self.history.milestones.append([self.n, self.history.best_step])
+        self.tally()
+        self.keeper.set_aside(self.n, dict(history=self.history.asdict()))
+
+    def tally(self):
+        "Bring the history's seconds up to date."
+        self.history.seconds = self.before[0] + time.monotonic() - self.start
+        self.history.save_seconds = self.before[1] + self.keeper.clock.total
 
     def save(self):
         "Write the state and all the run remembers."
-        h, self.kept = self.history, self.mark()
-        h.seconds = self.before[0] + time.monotonic() - self.start
-        h.save_seconds = self.before[1] + self.keeper.clock.total
-        self.keeper.save(self.n, dict(history=h.asdict(), window=dict(sums=self.window.sums, count=self.window.count)))
-        h.save_seconds = self.before[1] + self.keeper.clock.total  # with this save, for who asks what saving cost
+        self.kept = self.mark()
+        self.tally()
+        self.keeper.save(self.n, self.history, self.window)
+        self.tally()  # with this save, for who asks what saving cost
 
     def go(self, bar, asked):
         "From where the run is to its end."
-        while self.due() or self.n < self.steps:
+        while True:
             if self.due():
                 self.read()
                 self.validate()
                 bar.set_postfix(self.shown(), refresh=False)
-                continue
-            if asked:
+            stopped = self.stop_when is not None and self.stop_when(self.history)
+            ends = self.n == self.steps or stopped
+            if (ends or self.n in self.milestones) and not any(m[0] == self.n for m in self.history.milestones):
+                self.reach_milestone()
+            if ends or asked:
                 return
             self.step()
             bar.update()
@@ -351,7 +419,7 @@ class Run(Loop):
             if k != "step" and isinstance(v, float)
         }
 
-# %% ../nbs/16_loop.ipynb #4b11a07f
+# %% ../nbs/16_loop.ipynb #06423910
 def run_loop(
     trainee,  # has step, tensors, load, and perhaps validate and weights
     steps,  # how many in all, those of earlier runs included
@@ -362,13 +430,21 @@ def run_loop(
     desc="run",  # what the progress bar says
     best="accuracy",  # the metric that chooses the best state; "-loss": smaller is better
     fresh=None,  # forget what is on disk (None: what $AIM_FRESH says)
+    milestones=(),  # steps whose weights are kept, besides those of the end
+    stop_when=None,  # history -> whether to end the run early, asked after each validation
 ) -> History:
-    "Train to the end, from where the last run of the same identity stopped; the trainee is left in its last state."
+    """Train to the end, from where the last run of the same identity stopped, and leave the trainee in its last state.
+
+    Where a longer run has passed `steps` and kept its weights, these are loaded, with the history up to there.
+    """
     keep_memory()
     with checkpoints.lock() if checkpoints else contextlib.nullcontext(), interrupts() as asked:
         if checkpoints and wants_fresh(fresh, checkpoints.dir):
             checkpoints.clear()
-        run = Run(trainee, steps, val_every, Keeper(trainee, checkpoints, save_every, desc), callbacks, best)
+        if checkpoints and (history := load_milestone(trainee, steps, checkpoints)):
+            return history
+        keeper = Keeper(trainee, checkpoints, save_every, desc)
+        run = Run(trainee, steps, val_every, keeper, callbacks, best, milestones, stop_when)
         if 0 < run.n < steps:
             print(f"{desc}: resumed at step {run.n:,} of {steps:,}")
         with progress(total=steps, initial=run.n, desc=desc, disable=run.n == steps and not run.due()) as bar:
@@ -379,7 +455,31 @@ def run_loop(
     if asked:
         print(
             f"{desc}: stopped after step {run.n:,} of {steps:,}"
-            + (", saved; run the same command again to go on." if checkpoints else ".")
+            + (", saved; run the same command again to resume." if checkpoints else ".")
         )
         raise KeyboardInterrupt
     return run.history
+
+
+def load_milestone(trainee, steps, checkpoints) -> History | None:
+    "Load the weights of a milestone that a longer run has passed; returns the history up to it, None where there is none."
+    newest = next(iter(checkpoints.files()), None)
+    if newest is None or int(newest.stem.rpartition("-")[2]) <= steps:
+        return None
+    saved = checkpoints.weights(steps)
+    if saved is None or "history" not in saved.meta:
+        return None
+    trainee.load_weights(saved.tensors)
+    history = History(**saved.meta["history"])
+    history.resumed = steps
+    return history
+
+
+def load_best(trainee, history, checkpoints):
+    "Load the weights of the best validation of a history; they must be those of that step."
+    saved = checkpoints.weights(history.best_step)
+    if saved is None:
+        raise AimError(
+            f"the weights of step {history.best_step:,}, the best validation, are not in {checkpoints.dir}; start over with --fresh."
+        )
+    trainee.load_weights(saved.tensors)

@@ -143,19 +143,28 @@ def draw_meta_batch(
     step,  # which outer step
     inner=20,  # images a class in the inner loop
     random=64,  # random images of all classes
-    images="same",  # same | redrawn: the class's images in the outer batch
+    images="same",  # the class's images in the outer batch: same | redrawn | others (that the inner loop did not learn)
     n_classes=1,  # classes in the inner loop
     stream="train",  # keeps meta-training apart from anything else
 ) -> MetaBatch:
     "The images of outer step number `step`."
-    check_choice("images", images, ("same", "redrawn"))
-    check_rows(class_rows, inner, n_classes)
+    check_choice("images", images, ("same", "redrawn", "others"))
+    check_rows(class_rows, inner + (images == "others"), n_classes)
     rng = numpy_rng(int(seed), "meta-batch", stream, int(step))
     classes = rng.permutation(len(class_rows))[:n_classes]
-    take = lambda: np.concatenate([rng.permutation(class_rows[c])[:inner] for c in classes])
-    rows, own, (rest, rest_labels) = take(), np.repeat(classes, inner), draw_any(class_rows, random, rng)
-    outer = rows if images == "same" else take()
-    return MetaBatch(classes, rows, own, np.concatenate([rest, outer]), np.concatenate([rest_labels, own]))
+    order = [rng.permutation(class_rows[c]) for c in classes]
+    learnt = np.concatenate([rows[:inner] for rows in order])
+    learnt_labels = np.repeat(classes, inner)
+    rest, rest_labels = draw_any(class_rows, random, rng)
+    if images == "same":
+        asked = [rows[:inner] for rows in order]
+    elif images == "redrawn":
+        asked = [rng.permutation(class_rows[c])[:inner] for c in classes]
+    else:
+        asked = [rows[inner : inner + 20] for rows in order]
+    asked_labels = np.repeat(classes, [len(rows) for rows in asked])
+    outer, outer_labels = np.concatenate([rest, *asked]), np.concatenate([rest_labels, asked_labels])
+    return MetaBatch(classes, learnt, learnt_labels, outer, outer_labels)
 
 # %% ../nbs/04_tasks.ipynb #605b3f62
 def to_float(
