@@ -4,7 +4,14 @@
 
 # %% ../nbs/16_pretrain.ipynb #92c5bf85
 from __future__ import annotations
-import copy, json, math, os, shutil, time
+import contextlib
+import copy
+import hashlib
+import json
+import math
+import os
+import time
+import weakref
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from .backbones import make_backbone
-from .checkpoints import load_tensors, run_checkpoints, run_lock, save_tensors, tensors_sha
+from .checkpoints import load_tensors, run_checkpoints, run_lock, save_tensors, sweep, tensors_sha
 from aim_nb.core import (
     AimError,
     Budget,
@@ -33,8 +40,9 @@ from .tasks import draw_episodes, eval_view, input_shape, normaliser, policy, tr
 # %% auto #0
 __all__ = ['PEAK', 'WARMUP', 'BLOCK', 'split_rows', 'CosineClassifier', 'total_steps', 'learning_rate', 'prototype_accuracy',
            'Lens', 'forward', 'extract', 'Batches', 'Pretrainer', 'pretrain_identity', 'backbone_file', 'find_backbone',
-           'train_backbone', 'module_sha', 'frozen', 'given_backbone', 'pretrained_backbone', 'FeatureBank',
-           'fill_array', 'view_maker', 'fresh_maker', 'split_features', 'feature_bank', 'features_from_arrays']
+           'train_backbone', 'frozen', 'check_finite', 'probe', 'module_sha', 'given_backbone', 'pretrained_backbone',
+           'FeatureBank', 'trusted_rows', 'fill_array', 'view_maker', 'fresh_maker', 'split_features', 'feature_bank',
+           'features_from_arrays']
 
 # %% ../nbs/16_pretrain.ipynb #cc5ca579
 def split_rows(
@@ -320,19 +328,67 @@ def train_backbone(
     return path
 
 # %% ../nbs/16_pretrain.ipynb #829a0f63
-def module_sha(module) -> str:
-    "A key of what a module computes: its structure as printed, its weights and buffers."
-    return content_key([repr(module), tensors_sha(module_tensors(module))])
-
-
 def frozen(net, device="cpu"):
     "A module for evaluation only, in the fast layout."
     return net.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
 
 
+def check_finite(
+    features,  # a tensor
+    what,  # what they are, for the message
+) -> torch.Tensor:
+    "`features`, refused when any value is not finite."
+    if not torch.isfinite(features).all():
+        raise AimError(f"The {what} are not finite; look at the weights of the backbone and at these images.")
+    return features
+
+
+@torch.no_grad()
+def probe(
+    module,  # left as it is: a copy is used
+    shape,  # (C, H, W) of the images
+) -> list:  # 16 numbers
+    "Rounded projections of the features of four fixed images: what a module computes, in brief."
+    generator = torch_rng("probe", *shape)
+    blobs = F.interpolate(torch.randn(4, shape[0], 4, 4, generator=generator), tuple(shape[1:]))
+    images = blobs + 0.5 * torch.randn(4, *shape, generator=generator)
+    images = images.to(memory_format=torch.channels_last)
+
+    net = frozen(copy.deepcopy(module))  # on the CPU, so that the key is the same on every device
+    features = check_finite(forward(net, images), "features of the four images that probe a backbone")
+    again = forward(net, images)
+    if not torch.allclose(features, again, rtol=0, atol=1e-4 * features.abs().max().item()):
+        raise AimError(
+            f"The backbone {type(module).__name__} gives other features each time it sees the same images in eval mode; "
+            "remove what is random in it (such as dropout that ignores `self.training`)."
+        )
+
+    directions = torch.randn(features.shape[1], 4, generator=generator)
+    numbers = (features.double() @ directions.double()).flatten()
+    largest = numbers.abs().max().item()
+    digits = 2 - math.floor(math.log10(largest)) if largest else 0
+    return [round(x, digits) + 0.0 for x in numbers.tolist()]  # + 0.0: no negative zeros
+
+
+def module_sha(
+    module,  # any
+    shape=None,  # (C, H, W) of the images that probe it (None: structure and weights say it all)
+) -> str:
+    "A key of what a module computes: its structure as printed, its weights and buffers and, given a shape, its `probe`."
+    parts = [repr(module), tensors_sha(module_tensors(module))]
+    if shape is not None:
+        parts.append(probe(module, shape))
+    return content_key(parts)
+
+# %% ../nbs/16_pretrain.ipynb #8625c877
+_named = weakref.WeakSet()  # backbones that `pretrained_backbone` built by name: structure and weights say it all
+
+
 def given_backbone(module, bank, device="cpu"):
     "A copy of a user's own module as a pretrained backbone."
-    net, sha = frozen(make_backbone(copy.deepcopy(module), Lens(bank).shape), device), module_sha(module)
+    shape = Lens(bank).shape
+    net = frozen(make_backbone(copy.deepcopy(module), shape), device)
+    sha = module_sha(net, shape)
     return net, dict(
         backbone=type(module).__name__,
         source="given",
@@ -343,7 +399,7 @@ def given_backbone(module, bank, device="cpu"):
         dataset=bank.name,
     )
 
-# %% ../nbs/16_pretrain.ipynb #cc088f2e
+# %% ../nbs/16_pretrain.ipynb #a6e19273
 def pretrained_backbone(
     bank,  # its images
     name="conv4",  # of the backbone, or a module of your own, used as it is
@@ -365,6 +421,7 @@ def pretrained_backbone(
         path, source = train_backbone(net, bank, identity, again, callbacks, device), "trained"
     tensors, told = load_tensors(path, identity)
     load_module(net, tensors)
+    _named.add(net)
     return frozen(net, device), dict(
         told,
         source=source,
@@ -378,7 +435,7 @@ def pretrained_backbone(
 
 # %% ../nbs/16_pretrain.ipynb #1ca01af3
 def _check_array(split, a, counts):
-    "float32, finite where looked at, and as many rows as the classes have images."
+    "Refuse what is not float32 or has not as many rows as the classes have images."
     if a.dtype != np.float32:
         raise AimError(
             f"The {split} features are {a.dtype}; give float32 ones (features.astype('float32')), narrower numbers change results."
@@ -442,56 +499,106 @@ class FeatureBank:
 BLOCK = 128  # images at a time; part of the key, since augmentation draws are made a block at a time
 
 
-def _working(path, shape):
-    "The array on disk that is being filled, all its space reserved."
-    if path.exists():
-        return np.lib.format.open_memmap(path, mode="r+")
-    half = path.with_name("reserving.npy")
+def trusted_rows(
+    folder,  # of features.npy and features.json
+    shape,  # (N, V, d)
+    mode="c",  # of the memory map; copy on write, since torch wants memory it could write to
+) -> tuple:  # (array, rows, running SHA-256 of these rows)
+    "The array on disk and how many of its first rows fit their checksum; (None, 0, a new hash) if none do."
+    running = hashlib.sha256()
     try:
-        a = np.lib.format.open_memmap(half, mode="w+", dtype=np.float32, shape=shape)
+        note = json.loads((folder / "features.json").read_text())
+        array = np.lib.format.open_memmap(folder / "features.npy", mode=mode)
+        if array.shape == tuple(shape) and array.dtype == np.float32:
+            for start in range(0, note["rows"], BLOCK):
+                running.update(np.ascontiguousarray(array[start : min(start + BLOCK, note["rows"])]))
+            if running.hexdigest() == note["sha256"]:
+                return array, note["rows"], running
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        pass  # no features yet, or a file that is no array or no note
+    return None, 0, hashlib.sha256()
+
+# %% ../nbs/16_pretrain.ipynb #75bcead2
+def _reserve(folder, shape):
+    "A new array in `folder`, all its space reserved, in place of everything that was there."
+    path = folder / "features.npy"
+    for old in folder.iterdir():
+        if old.name != ".lock":
+            old.unlink()
+    try:
+        array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=tuple(shape))
         if hasattr(os, "posix_fallocate"):
-            with open(half, "r+b") as f:
-                os.posix_fallocate(f.fileno(), 0, half.stat().st_size)
-        os.replace(half, path)
+            with open(path, "r+b") as f:
+                os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
     except OSError as e:
-        half.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise AimError(
-            f"{path.parent} has no room for features of {4 * math.prod(shape) / 1e6:,.0f} MB ({e.strerror}); free some space or set $AIM_RUNS to another place."
+            f"{folder} has no room for features of {4 * math.prod(shape) / 1e6:,.0f} MB ({e.strerror}); free some space or set $AIM_RUNS to another place."
         ) from e
-    return a
+    return array
+
+# %% ../nbs/16_pretrain.ipynb #f6587a4f
+@contextlib.contextmanager
+def _hold(folder, desc):
+    "Hold `folder` for this process, after waiting for another one that does."
+    told = False
+    with contextlib.ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(run_lock(folder))
+                break
+            except AimError as e:
+                if not isinstance(e.__context__, BlockingIOError):
+                    raise  # the folder cannot be written
+            if not told:
+                print(f"Another process is computing the {desc}; waiting for it.", flush=True)
+                told = True
+            time.sleep(0.2)
+        sweep(folder)
+        yield
 
 
 def fill_array(
-    folder,  # where features.npy goes
+    folder,  # of features.npy and features.json
     shape,  # (N, V, d)
     make,  # make(start, stop) -> (stop - start, V, d) tensor, a pure function of its arguments
-    desc="features",
+    desc="features",  # for messages
     every=20,  # seconds between notes of how far it is
-) -> Path:
-    "Fill a float32 array on disk, going on where a killed run stopped."
-    keep_memory()
-    done, note, at = folder / "features.npy", folder / "done.json", 0
-    with run_lock(folder):
-        if done.exists():
-            return done
-        a = _working(folder / "working.npy", shape)
-        if note.exists():
-            at = json.loads(note.read_text())["rows"]
-        looked = time.monotonic()
-        for start in progress(
-            range(at, len(a), BLOCK), desc=desc, initial=at // BLOCK, total=-(-len(a) // BLOCK), unit="block"
-        ):
-            a[start : start + BLOCK] = make(start, min(start + BLOCK, len(a))).numpy()
-            if time.monotonic() - looked > every:
-                a.flush()
-                atomic_write(note, json.dumps(dict(rows=start + BLOCK)))
-                looked = time.monotonic()
-        a.flush()
-        os.replace(folder / "working.npy", done)
-        note.unlink(missing_ok=True)
-    return done
+    fresh=False,  # compute all rows again
+) -> np.ndarray:  # (N, V, d) float32, a memory map, copy on write
+    "The array on disk if it is whole, else filled by `make`, resuming after the rows that fit their checksum."
+    n = shape[0]
+    array, rows, _ = trusted_rows(folder, shape)
+    if rows == n and not fresh:
+        return array
 
-# %% ../nbs/16_pretrain.ipynb #f6587a4f
+    with _hold(folder, desc):
+        if fresh:
+            (folder / "features.json").unlink(missing_ok=True)
+        array, rows, running = trusted_rows(folder, shape, "r+")
+        if not rows:
+            if (folder / "features.npy").exists() and not fresh:
+                print(f"The {desc} in {folder} have no checksum that fits them; computing them again.", flush=True)
+            array = _reserve(folder, shape)
+        if rows < n:
+            keep_memory()
+            saved = time.monotonic()
+            bar = dict(desc=desc, initial=rows // BLOCK, total=-(-n // BLOCK), unit="block")
+            for start in progress(range(rows, n, BLOCK), **bar):
+                stop = min(start + BLOCK, n)
+                block = check_finite(make(start, stop), f"{desc} (rows {start} to {stop - 1})")
+                array[start:stop] = block.numpy()
+                running.update(array[start:stop])
+                if stop == n or time.monotonic() - saved > every:
+                    array.flush()
+                    atomic_write(folder / "features.json", json.dumps(dict(rows=stop, sha256=running.hexdigest())))
+                    saved = time.monotonic()
+        array, rows, _ = trusted_rows(folder, shape)
+    if rows < n:
+        raise AimError(f"The {desc} in {folder} do not read back as they were written; check that disk.")
+    return array
+
+# %% ../nbs/16_pretrain.ipynb #64eebe61
 def _has_chance(p):
     return bool(p.crop_padding or p.flip or p.jitter or p.size)
 
@@ -513,18 +620,19 @@ def fresh_maker(backbone, lens, rows):
 
     @torch.no_grad()
     def fresh(r, seed, index):
-        return forward(backbone, lens.train(rows[r], torch_rng(seed, "fresh", index)))
+        z = forward(backbone, lens.train(rows[r], torch_rng(seed, "fresh", index)))
+        return check_finite(z, f"features of {lens.bank.name}/train")
 
     return fresh
 
-# %% ../nbs/16_pretrain.ipynb #7581322a
+# %% ../nbs/16_pretrain.ipynb #29404ff8
 def split_features(
     backbone,  # frozen
     lens,  # how images reach it
     split,  # train | val | test
     views=0,  # augmented views an image (0: exact)
     seed=0,  # of the views
-    sha="",  # of the backbone's weights
+    sha="",  # of the backbone, from `module_sha`
     fresh=None,  # compute again (None: what $AIM_FRESH says)
 ) -> np.ndarray:  # (N, max(views, 1), d) float32, memory-mapped
     "The features of a split, computed once and then found by their key."
@@ -538,22 +646,15 @@ def split_features(
         block=BLOCK if views else 0,
     )
     folder = runs_dir() / "features" / f"{lens.bank.name.replace('/', '-')}-{split}-{content_key(identity)}"
-    if wants_fresh(fresh, folder):
-        shutil.rmtree(folder, ignore_errors=True)
-    path = folder / "features.npy"
-    if not path.exists():
-        fill_array(
-            folder,
-            (len(rows), max(views, 1), backbone.d_out),
-            view_maker(backbone, lens, rows, views, seed),
-            f"features of {lens.bank.name}/{split}",
-        )
-    try:
-        return np.load(path, mmap_mode="c")  # copy on write: torch wants memory it could write to
-    except ValueError as e:
-        raise AimError(f"{path} is damaged ({e}); delete it, or start over with --fresh.") from e
+    return fill_array(
+        folder,
+        (len(rows), max(views, 1), backbone.d_out),
+        view_maker(backbone, lens, rows, views, seed),
+        f"features of {lens.bank.name}/{split}",
+        fresh=wants_fresh(fresh, folder),
+    )
 
-# %% ../nbs/16_pretrain.ipynb #0794d672
+# %% ../nbs/16_pretrain.ipynb #2f6d0058
 def feature_bank(
     backbone,  # frozen, from `pretrained_backbone`
     bank,  # its images
@@ -564,7 +665,8 @@ def feature_bank(
     device="cpu",
 ) -> FeatureBank:
     "Exact features of validation and test images, a pool of augmented views of training images."
-    lens, sha = Lens(bank, device), module_sha(backbone)
+    lens = Lens(bank, device)
+    sha = module_sha(backbone, None if backbone in _named else lens.shape)
     V = min(views, 1) if not _has_chance(lens.policy) else views  # without augmentation all views are one
     counts = {s: [len(r) for r in bank.class_rows(s)] for s in splits}
     arrays = {
