@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from nbclient import NotebookClient
 from torch import nn
 
-from aim_nb.backbones import count_parameters, make_backbone
+from aim_nb.aim import count_parameters
+from aim_nb.backbones import make_backbone
 from aim_nb.core import torch_rng
 from aim_nb.pretrain import CosineClassifier, forward, frozen
 from aim_nb.reference import copy_weights

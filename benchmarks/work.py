@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 
-from aim_nb.aim import LinearTwin
-from aim_nb.backbones import count_macs, count_parameters
+from aim_nb.aim import LinearTwin, count_parameters
+from aim_nb.backbones import count_macs
 
 ADAM, MOMENTUM = 24, 16  # bytes a weight: itself and its averages, two or one, read and written
 
