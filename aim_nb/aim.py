@@ -6,15 +6,16 @@
 from __future__ import annotations
 import math
 from typing import NamedTuple
+import numpy as np
 import torch
 from torch import nn
 from .core import AimError, check_choice
 
 # %% auto #0
-__all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'Plan', 'plan', 'matrices', 'pair_products', 'pair_sum',
-           'mix', 'mix_grads', 'Layer', 'check_sizes', 'check_input', 'check_finite', 'check_choices', 'normal',
-           'Attentive', 'unit', 'unit_grad', 'AIM', 'count_parameters', 'twin_width', 'LinearTwin', 'linear_twin',
-           'Identity']
+__all__ = ['aim_reference', 'Attention', 'whole_mask', 'top_mask', 'random_ranks', 'random_masks', 'Plan', 'plan', 'matrices',
+           'pair_products', 'pair_sum', 'mix', 'mix_grads', 'Layer', 'check_sizes', 'check_input', 'check_finite',
+           'check_soft', 'check_choices', 'normal', 'Attentive', 'unit', 'unit_grad', 'AIM', 'count_parameters',
+           'twin_width', 'LinearTwin', 'linear_twin', 'Identity']
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
@@ -25,7 +26,7 @@ def aim_reference(
     W_M,  # (B, D) inputs and the parameters of `AIM`
     b_K=None,  # key bias, raw gate only
     K=8,
-    ranks=None,  # how many mechanisms; which positions of the ranking (default the first K)
+    ranks=None,  # how many mechanisms; which positions of the ranking (default the first K), or a mask (..., M) of bools
     gate="sigmoid",
     decision="hard",
 ):
@@ -35,11 +36,16 @@ def aim_reference(
     keys = tokens @ W_K + (0 if b_K is None else b_K)
     s = torch.einsum("mk,btk->bmt", q, keys) / math.sqrt(W_K.shape[1])
     a = s.softmax(-1) if gate == "sigmoid" else s  # eq. (3)
-    order = a[..., 0].argsort(-1, descending=True)
-    chosen = (
-        order[:, :K] if ranks is None else torch.stack([o[r] for o, r in zip(order, ranks.expand(len(z), -1))])
-    )  # eqs. (2) and (4)
-    used = a[..., :1] > 0.5 if decision == "soft" else torch.zeros_like(a[..., 0]).scatter(1, chosen, 1.0)[..., None]
+    if ranks is not None and ranks.dtype == torch.bool:
+        used = ranks.expand(len(z), -1)[..., None]
+    elif decision == "soft":
+        used = a[..., :1] > 0.5
+    else:
+        order = a[..., 0].argsort(-1, descending=True)
+        chosen = (
+            order[:, :K] if ranks is None else torch.stack([o[r] for o, r in zip(order, ranks.expand(len(z), -1))])
+        )  # eqs. (2) and (4)
+        used = torch.zeros_like(a[..., 0]).scatter(1, chosen, 1.0)[..., None]
     values = torch.einsum("btd,mdv->bmtv", tokens, W_M)
     out = (used[..., None] * a[..., None] * values).sum((1, 2))  # eq. (1)
     return out if gate == "sigmoid" else out / out.norm(dim=-1, keepdim=True)
@@ -52,13 +58,28 @@ class Attention(NamedTuple):
     mask: torch.Tensor  # (..., M) the mechanisms in use
 
 # %% ../nbs/10_aim.ipynb #5a7f7e76
+def whole_mask(
+    mask,  # (M,) or (..., M) bool
+    score,  # (..., M)
+):
+    "A mask that was made elsewhere, in the shape of the scores (a copy, which may be written to)."
+    try:
+        return mask.expand(score.shape).clone()
+    except RuntimeError:
+        raise AimError(
+            f"A mask of shape {tuple(mask.shape)} does not fit scores of shape {tuple(score.shape)}."
+        ) from None
+
+# %% ../nbs/10_aim.ipynb #a0ab15cd
 def top_mask(
     score,  # (..., M)
     K,
     l=0,  # how many are used; how many more were in the running
-    ranks=None,  # (K,) or (..., K) positions among the best K + l
+    ranks=None,  # (K,) or (..., K) positions among the best K + l; or bools (M,) or (..., M), the mask itself
 ):
-    "The `K` best mechanisms of each row, or those at `ranks` of the best `K + l`."
+    "The `K` best mechanisms of each row, or those at `ranks` of the best `K + l`, as a mask (..., M)."
+    if ranks is not None and ranks.dtype == torch.bool:
+        return whole_mask(ranks, score)
     idx = score.topk(K + l if ranks is not None else K, -1).indices
     if ranks is not None:
         idx = idx.gather(-1, ranks.expand(*idx.shape[:-1], K))
@@ -76,6 +97,28 @@ def random_ranks(
     return torch.rand(*(() if rows is None else (rows,)), K + l, generator=generator, device=device).argsort(-1)[
         ..., :K
     ]
+
+# %% ../nbs/10_aim.ipynb #73d347b3
+def _splitmix64(x):  # uint64 array; products wrap around
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def random_masks(
+    n_rows,
+    M,
+    K,
+    seed,  # any whole number, for instance of `key_seed`
+):
+    "`K` of `M` mechanisms for every row, (n_rows, M) bool: row i depends on `seed` and i alone."
+    start = _splitmix64(np.array([seed % 2**64], dtype=np.uint64))
+    rows = _splitmix64(start ^ np.arange(n_rows, dtype=np.uint64))
+    lots = _splitmix64(rows[:, None] ^ _splitmix64(np.arange(M, dtype=np.uint64)))
+    mask = np.zeros((n_rows, M), dtype=bool)
+    np.put_along_axis(mask, lots.argsort(1, kind="stable")[:, :K], True, axis=1)
+    return torch.from_numpy(mask)
 
 # %% ../nbs/10_aim.ipynb #ef9cf68a
 class Plan(NamedTuple):
@@ -253,9 +296,18 @@ def check_finite(*parts):
         )
 
 # %% ../nbs/10_aim.ipynb #429cee65
-def check_choices(M, K, l, gate, decision, select):
+def check_soft(gate, mask):
+    "Refuse the soft decision where it means nothing."
+    if gate == "raw":
+        raise AimError("decision='soft' keeps scores above one half, which only gate='sigmoid' has.")
+    if mask != "attended":
+        raise AimError(f"decision='soft' chooses by score, which mask={mask!r} does not; use decision='hard'.")
+
+
+def check_choices(M, K, l, gate, decision, select, mask="attended"):
     "Refuse a choice that cannot be made."
     check_choice("gate", gate, ("sigmoid", "raw"))
+    check_choice("mask", mask, ("attended", "fixed", "random"))
     check_choice("decision", decision, ("hard", "soft"))
     check_choice("select", select, ("shared", "sample"))
     if not isinstance(l, int) or l < 0:
@@ -264,8 +316,8 @@ def check_choices(M, K, l, gate, decision, select):
         raise AimError(f"K={K} mechanisms cannot be chosen out of M={M}; lower K or raise M.")
     if K + l > M:
         raise AimError(f"K+l={K + l} mechanisms cannot stand in the running out of M={M}; lower l or raise M.")
-    if decision == "soft" and gate == "raw":
-        raise AimError("decision='soft' keeps scores above one half, which only gate='sigmoid' has.")
+    if decision == "soft":
+        check_soft(gate, mask)
 
 
 def normal(*shape, sd=1.0, generator=None):
@@ -289,18 +341,23 @@ class Attentive(Layer):
         gate="sigmoid",  # or raw: signed scores, key bias, output of unit length (the release's continual code)
         decision="hard",  # or soft: every mechanism above one half
         select="shared",  # one draw of the ranks a call, or one a `sample`
+        mask="attended",  # or fixed: one set for all inputs; or random: one for each image, passed as ranks
         generator=None,  # for the initial weights
     ):
         super().__init__()
         check_sizes(d_in=d_in, d_out=d_out, M=M, K=K, d_h=d_h, d_k=d_k)
-        check_choices(M, K, l, gate, decision, select)
+        check_choices(M, K, l, gate, decision, select, mask)
         self.d_in, self.d_out, self.M, self.K, self.l, self.d_h, self.d_k = d_in, d_out, M, K, l, d_h, d_k
-        self.gate, self.decision, self.select = gate, decision, select
+        self.gate, self.decision, self.select, self.mask = gate, decision, select, mask
         self.h = normal(M, d_h, generator=generator)
         self.W_Q = normal(M, d_h, d_k, sd=math.sqrt(2 / d_h), generator=generator)
         self.W_K = normal(d_in, d_k, sd=math.sqrt(2 / d_in), generator=generator)
         self.W_M = normal(M, d_in, d_out, sd=math.sqrt(2 / d_in), generator=generator)
         self.b_K = nn.Parameter(torch.zeros_like(self.W_K[0])) if gate == "raw" else None
+        self.register_buffer("fixed", None)
+        if mask == "fixed":
+            chosen = random_ranks(K, M - K, generator=generator)  # drawn last: the weights are those of `attended`
+            self.fixed = torch.zeros(M, dtype=torch.bool, device=chosen.device).scatter(0, chosen, True)
 
     def queries(self):
         return torch.bmm(self.h[:, None], self.W_Q)[:, 0]  # q_m = h_m W^Q_m
@@ -314,7 +371,15 @@ class Attentive(Layer):
         return s.sigmoid() if self.gate == "sigmoid" else s
 
     def choose(self, a, ranks=None):
-        return a > 0.5 if self.decision == "soft" else top_mask(a, self.K, self.l, ranks)
+        "The mask (..., M) of the mechanisms in use, given scores (..., M); a boolean `ranks` is the mask itself."
+        if ranks is None or ranks.dtype != torch.bool:
+            if self.decision == "soft":
+                return a > 0.5
+            if self.mask == "fixed":
+                ranks = self.fixed
+            if self.mask == "random":
+                raise AimError("mask='random' draws by image: pass the rows' masks as ranks=.")
+        return top_mask(a, self.K, self.l, ranks)
 
     def attention(self, z, ranks=None):
         "Scores and mask for every row."
@@ -322,8 +387,8 @@ class Attentive(Layer):
         return Attention(a, self.choose(a.detach(), ranks))
 
     def draw_ranks(self, generator=None, rows=None):
-        "A stochastic choice while training with l > 0 and hard decisions, else None."
-        if not self.training or not self.l or self.decision == "soft":
+        "A stochastic choice while training with l > 0, hard decisions and attended masks, else None."
+        if not self.training or not self.l or self.decision == "soft" or self.mask != "attended":
             return None
         if self.select == "sample" and rows is None:
             raise AimError("select='sample' draws for every row: pass rows=, the number of rows.")
@@ -351,7 +416,7 @@ class AIM(Attentive):
     def forward(
         self,
         z,  # (..., d_in)
-        ranks=None,  # positions of the ranking to use; drawn while training if None
+        ranks=None,  # positions of the ranking to use, drawn while training if None; or a mask (..., M) of bools
         generator=None,  # for that draw; None is torch's default generator
         return_attention=False,  # also give the `Attention`
     ):
@@ -360,6 +425,8 @@ class AIM(Attentive):
                 return self.forward(z.to(self.h.dtype), ranks, generator, return_attention)
         check_input(z, self.d_in, self.h.dtype)
         x = z.reshape(-1, self.d_in)
+        if ranks is not None and ranks.dtype == torch.bool and z.ndim > 2:
+            ranks = whole_mask(ranks, z[..., :1].expand(*z.shape[:-1], self.M)).reshape(-1, self.M)
         att = self.attention(x, self.draw_ranks(generator, len(x)) if ranks is None else ranks)
         y = mix(x, self.W_M, att.score, att.mask)
         check_finite(att.score, y)
@@ -369,7 +436,7 @@ class AIM(Attentive):
         return (y, Attention(*(t.reshape(*z.shape[:-1], self.M) for t in att))) if return_attention else y
 
     def extra_repr(self):
-        return f"{self.d_in} -> {self.d_out}, M={self.M}, K={self.K}, l={self.l}, gate={self.gate}, decision={self.decision}, select={self.select}"
+        return f"{self.d_in} -> {self.d_out}, M={self.M}, K={self.K}, l={self.l}, gate={self.gate}, decision={self.decision}, select={self.select}, mask={self.mask}"
 
 # %% ../nbs/10_aim.ipynb #b07daf91
 def count_parameters(module) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from .core import AimError, check_choice
 from .tasks import Episode
-from .aim import AIM, Attention, Identity, LinearTwin, aim_reference
+from .aim import AIM, Attention, Identity, LinearTwin, aim_reference, check_soft
 from .fastweights import shared_weights, step_attention, step_output, support_step, normalise_grad
 from .sib import SIBParams, cross_entropy_grad, plain_sib, sib_backward, sib_forward, sib_refine
 
@@ -54,12 +54,13 @@ def unpack_hits(text, n) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), "u1" if n < 256 else "<u2") * 100.0 / n
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #e8b162dd
-def _dense(layer, weights, z, decision=None):
+def _dense(layer, weights, z, decision=None, mask=None):
     "The layer's output at explicit weights, by the plain equations."
     if isinstance(layer, LinearTwin):
         return z @ weights["W"]
     if isinstance(layer, AIM):
-        return aim_reference(z, **weights, K=layer.K, gate=layer.gate, decision=decision or layer.decision)
+        ranks = layer.fixed if mask is None else mask
+        return aim_reference(z, **weights, K=layer.K, ranks=ranks, gate=layer.gate, decision=decision or layer.decision)
     return z
 
 
@@ -81,6 +82,7 @@ def evaluate_reference(
     adapt=True,
     lr=3e-3,
     decision=None,
+    masks=None,
 ) -> Score:
     "Episode by episode: copy the layer, one SGD step on the support loss, infer."
     p, A, (ys, yq), logits = (
@@ -95,14 +97,15 @@ def evaluate_reference(
             features[q],
             {k: v.detach().clone().requires_grad_() for k, v in layer.named_parameters()},
         )
+        mask_s, mask_q = (None if masks is None else masks[rows] for rows in (s, q))
         if adapt and weights:
-            out = _dense(layer, weights, S, decision)
+            out = _dense(layer, weights, S, decision, mask_s)
             loss = F.cross_entropy(plain_sib(p, A, out, out, head.steps, head.eps), ys)
             weights = {
                 k: (v - lr * g).detach()
                 for (k, v), g in zip(weights.items(), torch.autograd.grad(loss, list(weights.values())))
             }
-        S, Q = (_dense(layer, weights, x, decision).detach() for x in (S, Q))
+        S, Q = (_dense(layer, weights, x, decision, mask).detach() for x, mask in ((S, mask_s), (Q, mask_q)))
         logits.append(plain_sib(p, A, S, Q, head.steps, head.eps).detach())
     logits = torch.stack(logits)
     return Score((logits.argmax(-1) == yq).double().mean(-1).mul(100).numpy(), logits)
@@ -225,15 +228,16 @@ class _Features:
 class _Mechanisms:
     "AIM adapted to each episode."
 
-    def __init__(self, aim, features, task, limit=2**29):
+    def __init__(self, aim, features, task, limit=2**29, masks=None):
         self.aim, self.features, self.task, self.width = aim, features, task, aim.d_out
+        self.masks = masks  # (N, M) bool, or None where the layer chooses
         self.shared, self.table, self.keys = (
             shared_weights(aim),
             ProductTable(features, aim.W_M.detach(), limit),
             aim.keys(features),
         )
         score = aim.scores(self.keys, self.shared.q)
-        self.slow = Attention(score, aim.choose(score))
+        self.slow = Attention(score, aim.choose(score, masks))
 
     def mixed(self, rows, att):
         "Sum of a_m z W_m at the slow weights, and the pairs that went into it."
@@ -258,7 +262,7 @@ class _Mechanisms:
         n, z, k = self.task.n, self.features[rows], self.keys[rows]
         step = self.support(rows[:, :n], z[:, :n], k[:, :n])
         gram = z @ z[:, :n].mT
-        att = step_attention(step, z, k, gram)
+        att = step_attention(step, z, k, gram, None if self.masks is None else self.masks[rows])
         return self.task.logits(step_output(step, z, att, self.mixed(rows, att)[0], gram)), att
 
     def unadapted(self, rows):
@@ -299,14 +303,19 @@ class _Linear:
         return sib_refine(t.p, U * inv, norm, XX * inv * inv.mT, t.steps, t.eps)[0]
 
 # %% ../nbs/15_evaluate_fewshot.ipynb #d41e79ef
-def _scorer(layer, features, task, decision):
+def _scorer(layer, features, task, decision, masks=None):
     "The class that knows this kind of layer."
     if isinstance(layer, AIM):
         layer = copy.copy(layer)  # shares the weights; only the switch is its own
         layer.decision = check_choice("decision", decision or layer.decision, ("hard", "soft"))
-        if layer.decision == "soft" and layer.gate == "raw":
-            raise AimError("decision='soft' keeps scores above one half, which only gate='sigmoid' has.")
-        return _Mechanisms(layer, features, task)
+        if layer.decision == "soft":
+            check_soft(layer.gate, layer.mask)
+        fits = masks is None or (masks.dtype == torch.bool and masks.shape == (len(features), layer.M))
+        if not fits or (masks is not None and layer.decision == "soft"):
+            raise AimError("masks should be (images, M) bools, a row for each row of features, with decision='hard'.")
+        return _Mechanisms(layer, features, task, masks=masks)
+    if masks is not None:
+        raise AimError(f"{type(layer).__name__} has no mechanisms to choose; masks are AIM's.")
     for kind, scorer in ((LinearTwin, _Linear), (Identity, _Features)):
         if isinstance(layer, kind):
             return scorer(layer, features, task)
@@ -359,6 +368,7 @@ def evaluate(
     chunk=0,  # episodes at once (0: chosen by size)
     keep_logits=False,  # return the logits, too
     use=0,  # number of classes, to note their use of mechanisms (0: do not)
+    masks=None,  # (N, M) bool, the mechanisms of each image where the layer does not choose them (mask="random")
 ) -> Score:
     "Accuracy of every episode, the layer adapted to each by one exact step."
     (support, query), (ys, yq), dev = _support_query(episodes), _labels(episodes), features.device
@@ -374,7 +384,7 @@ def evaluate(
         lr if adapt else 0.0,
     )
     score, uses = (
-        _scorer(layer, features, task, decision),
+        _scorer(layer, features, task, decision, masks),
         _Uses(use, getattr(layer, "M", 0), dev) if use and isinstance(layer, AIM) else None,
     )
     classes, out = torch.as_tensor(np.asarray(episodes.classes), device=dev), []

@@ -125,6 +125,7 @@ def step_attention(
     z,
     k,  # (E, Q, D) inputs and (E, Q, d_k) their keys at the slow weights
     gram=None,  # (E, Q, n) z . z_support, if already there
+    ranks=None,  # (E, Q, M) bool, masks that were made elsewhere
 ) -> Attention:
     "Scores and mask at the adapted weights."
     aim, gram = step.shared.aim, z @ step.z.mT if gram is None else gram
@@ -132,7 +133,7 @@ def step_attention(
         (gram if aim.b_K is None else gram + 1) @ step.dk
     )  # the key bias moves like the weight of a constant feature 1
     a = aim.scores(k, step.q)
-    return Attention(a, aim.choose(a))
+    return Attention(a, aim.choose(a, ranks))
 
 
 @torch.no_grad()
@@ -179,15 +180,17 @@ def adapt_batch(
     z,  # (E, Q, D) inputs to evaluate after the step
     loss_grad,  # out_s (E, n, V) -> dL/dout_s, each episode for itself
     lr,
+    ranks_s=None,
+    ranks=None,  # (E, n, M) and (E, Q, M) bool, masks of z_s and z that were made elsewhere
 ):
     "AIM's outputs for z after one SGD step on each episode's support set: no weight is copied."
     shared, k_s = shared_weights(aim), aim.keys(z_s)
     a = aim.scores(k_s, shared.q)
-    att = Attention(a, aim.choose(a))
+    att = Attention(a, aim.choose(a, ranks_s))
     y = mixed_value(aim, z_s, att)
     g = normalise_grad(y, loss_grad(unit(y)[0])) if aim.gate == "raw" else loss_grad(y)
     step = support_step(shared, z_s, k_s, att, pair_gradient(aim, z_s, att, g), g, lr)
-    new, gram = step_attention(step, z, aim.keys(z)), z @ z_s.mT
+    new, gram = step_attention(step, z, aim.keys(z), ranks=ranks), z @ z_s.mT
     return step_output(step, z, new, mixed_value(aim, z, new), gram)
 
 # %% ../nbs/11_fastweights.ipynb #3cc4fb1f

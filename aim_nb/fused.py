@@ -68,8 +68,10 @@ class Episodes:
 
     def begin(
         self, Z, ranks_in=None, ranks=None
-    ):  # (T, B, D) features of T episodes; T stochastic choices of the support rows and of all rows, or None
+    ):  # (T, B, D) features of T episodes; T stochastic choices (or masks) of the support rows and of all rows, or None
         "Start a block; the last one's steps are taken in."
+        if any(r is not None for r in (*(ranks_in or ()), *(ranks or ()))):
+            raise AimError(f"{type(self.layer).__name__} has no mechanisms to choose; ranks and masks are AIM's.")
         self.Z = Z
 
     @torch.no_grad()
@@ -644,7 +646,7 @@ class AIMEpisodes(Episodes):
             self.values = Pending(T * (B + n), aim.d_in, aim.M, aim.d_out, aim.h.detach())
         a, stack = (
             aim.scores(aim.keys(Z), queries.q),
-            lambda r: None if r[0] is None else torch.stack(r).view(T, -1, aim.K),
+            lambda r: None if r[0] is None else torch.stack(r).view(T, -1, r[0].shape[-1]),
         )
         self.known = aim.choose(a, stack(self.ranks))
         if n:

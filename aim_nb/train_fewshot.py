@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from .aim import AIM, Identity, check_sizes, linear_twin
+from .aim import AIM, Identity, check_sizes, check_soft, linear_twin, random_masks
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from aim_nb.core import (
@@ -21,6 +21,7 @@ from aim_nb.core import (
     Protocol,
     check_choice,
     content_key,
+    key_seed,
     pick_device,
     runs_dir,
     threads,
@@ -37,10 +38,10 @@ from .sib import SIBHead, SIBParams, cross_entropy_grad, sib_backward, sib_forwa
 from .tasks import draw_episodes
 
 # %% auto #0
-__all__ = ['Rates', 'paper_rates', 'FlatSGD', 'Episodic', 'double_step', 'EpisodeFeed', 'FewshotModel', 'fixed_episodes',
-           'FewshotBlocks', 'FewshotTrainee', 'fewshot_width', 'make_layer', 'FewshotResult', 'read_uses',
-           'score_last_and_best', 'model_metrics', 'train_fewshot', 'Curves', 'relevant', 'fewshot_identity',
-           'training_checkpoints', 'log_path', 'read_log', 'run_fewshot', 'load_fewshot']
+__all__ = ['Rates', 'paper_rates', 'FlatSGD', 'Episodic', 'double_step', 'EpisodeFeed', 'image_masks', 'FewshotModel',
+           'fixed_episodes', 'FewshotBlocks', 'FewshotTrainee', 'fewshot_width', 'make_layer', 'FewshotResult',
+           'read_uses', 'score_last_and_best', 'model_metrics', 'train_fewshot', 'Curves', 'relevant',
+           'fewshot_identity', 'training_checkpoints', 'log_path', 'read_log', 'run_fewshot', 'load_fewshot']
 
 # %% ../nbs/16_train_fewshot.ipynb #709d294b
 class Rates(NamedTuple):
@@ -122,9 +123,13 @@ class EpisodeFeed:
         self.features, self.seed, self.device = features, seed, device
         self.block = 16 if features.n_views("train") else 4  # fresh views: 320 images through the backbone at once
         self.shape, self.rows = dict(n_way=n_way, n_shot=n_shot, n_query=n_query), features.class_rows("train")
-        self.at, self.z = None, None
+        self.at, self.z, self.images = None, None, None
 
     def __getitem__(self, i):
+        return self.episode(i)[0]
+
+    def episode(self, i) -> tuple:
+        "Features (n + q, D) of episode i, and the rows (n + q,) of its images in the train split."
         b, k = divmod(i, self.block)
         if b != self.at:
             e = draw_episodes(
@@ -132,7 +137,16 @@ class EpisodeFeed:
             )
             rows = np.concatenate([e.support.reshape(self.block, -1), e.query.reshape(self.block, -1)], 1)
             self.at, self.z = b, self.features.take("train", rows, seed=self.seed, index=b).to(self.device)
-        return self.z[k]
+            self.images = torch.from_numpy(rows).to(self.device)
+        return self.z[k], self.images[k]
+
+# %% ../nbs/16_train_fewshot.ipynb #4c723cb0
+def image_masks(layer, features, split, seed=0, device="cpu"):
+    "The masks (images, M) of a split's images for a layer with `mask='random'`, else None: the layer chooses."
+    if getattr(layer, "mask", "attended") != "random":
+        return None
+    n = sum(features.counts[check_choice("split", split, features.splits)])
+    return random_masks(n, layer.M, layer.K, key_seed("mask", seed, split)).to(device)
 
 # %% ../nbs/16_train_fewshot.ipynb #91897d2b
 _QUERIES = ("q", "s", "G")
@@ -254,6 +268,7 @@ class FewshotBlocks(FewshotModel):
         layer.threads = torch.get_num_threads()  # those of the caller, before the loop goes down to one
         self.feed = EpisodeFeed(features, seed, head.n_way, n_shot, n_query, device)
         self.val = fixed_episodes(features, "val", val_episodes, head.n_way, n_shot, n_query)
+        self.masks = {s: image_masks(layer, features, s, seed, device) for s in features.splits}
         ys, self.yq = (torch.arange(head.n_way, device=device).repeat_interleave(k) for k in (n_shot, n_query))
         onehot = lambda y: F.one_hot(y, head.n_way).to(head.w.dtype)
         self.t = Episodic(
@@ -273,8 +288,13 @@ class FewshotBlocks(FewshotModel):
     def begin(self, i):
         "Start a block of episodes at `i`, up to the next multiple of its length."
         at = range(i, i + self.block - i % self.block)
-        z, rngs = [self.feed[j] for j in at], [torch_rng(self.seed, "ranks", j) for j in at]
-        ranks = [[self.layer.draw_ranks(g, rows) for rows in (self.t.n, len(z[0]))] for g in rngs]
+        z, images = zip(*(self.feed.episode(j) for j in at))
+        if self.masks["train"] is not None:
+            masks = [self.masks["train"][rows] for rows in images]
+            ranks = [[m[: self.t.n], m] for m in masks]
+        else:
+            rngs = [torch_rng(self.seed, "ranks", j) for j in at]
+            ranks = [[self.layer.draw_ranks(g, rows) for rows in (self.t.n, len(z[0]))] for g in rngs]
         self.run.begin(torch.stack(z), *map(list, zip(*ranks)))
         if self.block > 1:
             self.start = {k: v if k in _WAITS else v.clone() for k, v in self.state().items()}
@@ -318,13 +338,14 @@ class FewshotTrainee(FewshotBlocks):
                 lr=self.rates.nu_in,
                 decision=decision,
                 use=use,
+                masks=self.masks[split],
             )
 
     def note_use(self, n, score) -> int:
         "Log which mechanisms the validation classes use; returns how many are in use, with a warning if they are one fixed set."
         self.log |= {f"log.{n:07d}.{k}": v.cpu() for k, v in score.use._asdict().items()}
         used, a = int((score.use.mask > 0).any(0).sum()), self.layer
-        if a.decision == "hard" and used < min(a.K + 1, a.M):
+        if a.decision == "hard" and a.mask == "attended" and used < min(a.K + 1, a.M):
             warnings.warn(
                 f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set."
             )
@@ -352,15 +373,19 @@ def make_layer(method, d_in, d_out=0, M=32, K=8, l=2, protocol=Protocol(), seed=
     if method == "sib":
         return Identity(d_in)
     decision = "soft" if protocol.decision == "soft" else "hard"  # soft-test is hard in training
+    mask = getattr(protocol, "mask", "attended") if method == "sib+aim" else "attended"
+    if protocol.decision == "soft-test" and method == "sib+aim":
+        check_soft(protocol.gate, mask)
     aim = AIM(
         d_in,
         d_out or fewshot_width(d_in),
         M,
         K,
-        0 if decision == "soft" else l,
+        0 if decision == "soft" or mask != "attended" else l,
         gate=protocol.gate,
         decision=decision,
         select=protocol.select,
+        mask=mask,
         generator=torch_rng(seed, "aim"),
     )
     return aim if method == "sib+aim" else linear_twin(aim, generator=torch_rng(seed, "linear"))
@@ -522,20 +547,21 @@ class Curves:
 _MATTERS = dict(
     sib=("sib_steps",),
     linear=("sib_steps", "aim_update", "adapt"),
-    aim=("sib_steps", "aim_update", "adapt", "gate", "decision", "select"),
+    aim=("sib_steps", "aim_update", "adapt", "gate", "decision", "select", "mask"),
 )
 
 
 def relevant(method, protocol) -> Protocol:
     "The protocol with every switch that this method does not have at its default."
-    return Protocol(**{k: getattr(protocol, k) for k in _MATTERS[method.split("+")[-1]]})
+    own = [k for k in _MATTERS[method.split("+")[-1]] if hasattr(protocol, k)]
+    return type(protocol)(**{k: getattr(protocol, k) for k in own})
 
 
 def fewshot_identity(dataset, method, seed, budget, protocol, data_sha, backbone, M, K, l, **others) -> dict:
     "The question that a run answers."
-    sizes = {"sib": {}, "sib+linear": dict(M=M), "sib+aim": dict(M=M, K=K, l=0 if protocol.decision == "soft" else l)}[
-        method
-    ]
+    if protocol.decision == "soft" or getattr(protocol, "mask", "attended") != "attended":
+        l = 0  # it plays no part
+    sizes = {"sib": {}, "sib+linear": dict(M=M), "sib+aim": dict(M=M, K=K, l=l)}[method]
     return dict(
         task="fewshot",
         dataset=dataset,

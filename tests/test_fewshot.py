@@ -1,19 +1,33 @@
 "Few-shot: killed runs resume to the same bits, batched evaluation equals the copies, and both comparisons can fail."
 
 import json, os, signal, subprocess, sys, textwrap
+from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from aim_nb.aim import AIM, Identity, linear_twin
+import torch.nn.functional as F
+from aim_nb.aim import AIM, Identity, aim_reference, linear_twin, random_masks
 from aim_nb.checkpoints import Checkpoints
-from aim_nb.core import AimError, Budget, FEWSHOT_METHODS, Protocol, numpy_rng, torch_rng
+from aim_nb.core import AimError, Budget, FEWSHOT_METHODS, Protocol, SWITCHES, key_seed, numpy_rng, torch_rng
 from aim_nb.evaluate_fewshot import ProductTable, evaluate, evaluate_reference, find_pairs, weighted_sum
 from aim_nb.pretrain import features_from_arrays
-from aim_nb.sib import SIBHead
+from aim_nb.sib import SIBHead, plain_sib
 from aim_nb.tasks import draw_episodes
-from aim_nb.train_fewshot import FewshotTrainee, Rates, make_layer, train_fewshot
+from aim_nb.train_fewshot import FewshotTrainee, Rates, fewshot_identity, make_layer, train_fewshot
 
 SMALL = dict(M=6, K=2, l=2, d_out=12)
+MASKS = ("attended", "fixed", "random")
+
+
+@dataclass(frozen=True)
+class WithMask(Protocol):
+    "The protocol with its switch `mask`, also where `Protocol` does not have it yet."
+
+    mask: str = "attended"
+
+
+def with_mask(mask, **kw):
+    return Protocol(mask=mask, **kw) if "mask" in SWITCHES else WithMask(mask=mask, **kw)
 
 
 def world(seed=0, d=10, n_classes=8, n_images=20, views=2):
@@ -99,23 +113,23 @@ SCRIPT = textwrap.dedent("""
     torch.set_num_threads(1)
     sys.path.insert(0, sys.argv[1])
     from test_fewshot import run
-    folder, method, update, kill = sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5])
+    folder, method, update, kill, mask = sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]), sys.argv[6]
     class Kill:
         def on_step(self, i, metrics):
             if i == kill: os.kill(os.getpid(), signal.SIGKILL)
-    r = run(folder, method, update, [Kill()])
+    r = run(folder, method, update, [Kill()], mask=mask)
     print(json.dumps(dict(metrics=r.metrics, history=list(r.history), resumed=r.history.resumed)))
 """)
 BUDGET = Budget("test", "fewshot", steps=24, val_every=8, val_episodes=6, test_episodes=8)
 
 
-def run(folder, method="sib+aim", update="inplace", callbacks=(), seed=0):
+def run(folder, method="sib+aim", update="inplace", callbacks=(), seed=0, mask="attended"):
     return train_fewshot(
         world(),
         method,
         seed=seed,
         budget=BUDGET,
-        protocol=Protocol(aim_update=update),
+        protocol=with_mask(mask, aim_update=update),
         **SMALL,
         rates=Rates(0.02, 0.05, 0.01, 0.9, 5e-4),
         n_query=5,
@@ -125,10 +139,10 @@ def run(folder, method="sib+aim", update="inplace", callbacks=(), seed=0):
     )
 
 
-def in_process(folder, method, update, kill):
+def in_process(folder, method, update, kill, mask="attended"):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "AIM_LIVE": "0"}
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, os.path.dirname(__file__), str(folder), method, update, str(kill)],
+        [sys.executable, "-c", SCRIPT, os.path.dirname(__file__), str(folder), method, update, str(kill), mask],
         env=env,
         capture_output=True,
         text=True,
@@ -140,18 +154,34 @@ def last_tensors(folder, method, update):
 
 
 @pytest.mark.parametrize(
-    "method, update, kill", [("sib+aim", "inplace", 13), ("sib+aim", "episode", 7), ("sib+linear", "inplace", 18)]
+    "method, update, kill, mask",
+    [
+        ("sib+aim", "inplace", 13, "attended"),
+        ("sib+aim", "episode", 7, "attended"),
+        ("sib+linear", "inplace", 18, "attended"),
+        ("sib+aim", "inplace", 13, "fixed"),
+        ("sib+aim", "inplace", 18, "random"),
+    ],
 )
-def test_killed_run_resumes_to_the_same_bits(tmp_path, method, update, kill):
+def test_killed_run_resumes_to_the_same_bits(tmp_path, method, update, kill, mask):
     torch.set_num_threads(1)
-    whole = run(tmp_path / "whole", method, update)
-    assert in_process(tmp_path / "cut", method, update, kill).returncode == -signal.SIGKILL
-    done = in_process(tmp_path / "cut", method, update, -1)
+    whole = run(tmp_path / "whole", method, update, mask=mask)
+    assert in_process(tmp_path / "cut", method, update, kill, mask).returncode == -signal.SIGKILL
+    done = in_process(tmp_path / "cut", method, update, -1, mask)
     told = json.loads(done.stdout.strip().splitlines()[-1])
     assert told["resumed"] == 5 * (kill // 5) > 0
     assert told["metrics"] == whole.metrics and told["history"] == list(whole.history)
     a, b = last_tensors(tmp_path / "whole", method, update), last_tensors(tmp_path / "cut", method, update)
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_masks_train_different_models(tmp_path):
+    weights = {}
+    for mask in MASKS:
+        run(tmp_path / mask, mask=mask)
+        weights[mask] = last_tensors(tmp_path / mask, "sib+aim", "inplace")["layer.W_M"]
+    for a, b in (("attended", "fixed"), ("attended", "random"), ("fixed", "random")):
+        assert not torch.equal(weights[a], weights[b])
 
 
 def test_the_comparison_can_fail(tmp_path):
@@ -185,6 +215,127 @@ def test_every_part_of_the_state_matters(lost):
         [t.step(i) for i in range(12, 18)]
     equal = lambda s, t: all(torch.equal(a, b) for a, b in zip(s.weights().values(), t.weights().values()))
     assert equal(one, same) and not equal(one, other)
+
+
+# ---------------------------------------------------------------- masks: who chooses the mechanisms
+RATES = Rates(0.05, 0.1, 0.02, 0.9, 5e-4)
+
+
+def double(mask, **kw):
+    "A trainee in double precision."
+    layer = make_layer("sib+aim", 10, protocol=with_mask(mask), **SMALL).double()
+    head = SIBHead(12, eps=0.02, generator=torch_rng(0)).double()
+    data = world()
+    data.arrays = {split: a.astype(np.float64) for split, a in data.arrays.items()}
+    return FewshotTrainee(layer, head, data, protocol=with_mask(mask), rates=RATES, n_query=5, val_episodes=3, **kw)
+
+
+def plain_step(trainee, i, masks):
+    "Weights of AIM after one training step on episode i by the plain equations and autograd, from those of `trainee`."
+    layer, head, t = trainee.layer, trainee.head, trainee.t
+    z, images = trainee.feed.episode(i)
+    g = torch_rng(trainee.seed, "ranks", i)
+    drawn = [layer.draw_ranks(g, n) for n in (t.n, len(z))]
+
+    def loss(w, n, ranks, labels):
+        out = aim_reference(z[:n], **w, K=layer.K, ranks=ranks if masks is None else masks[images[:n]])
+        queries = out if n == t.n else out[t.n :]
+        return F.cross_entropy(plain_sib(head.params(), t.A, out[: t.n], queries, head.steps, head.eps), labels)
+
+    def step(w, lr, *args):
+        grads = torch.autograd.grad(loss(w, *args), list(w.values()))
+        return {k: (v - lr * d).detach().requires_grad_() for (k, v), d in zip(w.items(), grads)}
+
+    w = {k: v.detach().clone().requires_grad_() for k, v in layer.named_parameters()}
+    w = step(w, RATES.nu_in, t.n, drawn[0], t.Ys.argmax(1))
+    return step(w, RATES.nu_out, len(z), drawn[1], t.Yq.argmax(1))
+
+
+def masks_of(layer, mask, split, seed=0):
+    "Every image's mechanisms by their definition: (160, M) bool, None where the layer chooses."
+    table = dict(
+        attended=lambda: None,
+        fixed=lambda: layer.fixed.repeat(160, 1),
+        random=lambda: random_masks(160, layer.M, layer.K, key_seed("mask", seed, split)),
+    )
+    return table[mask]()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_training_step_is_the_definition(mask):
+    gaps = []
+    for wrong in (False, True):
+        one = double(mask)
+        masks = masks_of(one.layer, mask, "train")
+        if wrong:
+            masks = random_masks(160, 6, 2, 99)  # somebody else's
+        want = plain_step(one, 0, masks)
+        one.step(0)
+        got = one.weights()
+        gaps.append(max((got[f"layer.{k}"] - v).abs().max().item() for k, v in want.items()))
+    assert gaps[0] < 1e-12 and gaps[1] > 1e-4, gaps
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_test_episode_is_the_definition(mask):
+    one = double(mask, seed=3)
+    x = torch.from_numpy(one.features.arrays["test"][:, 0])
+    episodes = draw_episodes(one.features.class_rows("test"), 0, range(5), n_query=5, stream="test")
+    given = masks_of(one.layer, mask, "test", seed=3)
+    reference = evaluate_reference(one.layer.eval(), one.head, x, episodes, lr=RATES.nu_in, masks=given)
+    score = one.score("test", episodes)
+    fast = evaluate(one.layer, one.head, x, episodes, lr=RATES.nu_in, keep_logits=True, masks=one.masks["test"])
+    assert (fast.logits - reference.logits).abs().max() < 1e-10
+    assert np.array_equal(score.accuracy, reference.accuracy)
+    wrong = evaluate_reference(one.layer, one.head, x, episodes, lr=RATES.nu_in, masks=random_masks(160, 6, 2, 99))
+    assert (fast.logits - wrong.logits).abs().max() > 1e-4
+
+
+def test_only_the_fixed_mechanisms_move():
+    "Over blocks, a validation and the steps after it; all of them move where each image has its own."
+    for mask in ("fixed", "random"):
+        layer = make_layer("sib+aim", 10, protocol=with_mask(mask), **SMALL)
+        t = FewshotTrainee(layer, SIBHead(12, generator=torch_rng(0)), world(), rates=RATES, n_query=5, val_episodes=3)
+        before = {k: v.clone() for k, v in t.weights().items()}
+        [t.step(i) for i in range(20)]
+        t.validate(20)
+        [t.step(i) for i in range(20, 30)]
+        after = t.weights()
+        same = [
+            all(torch.equal(after[k][m], before[k][m]) for k in ("layer.h", "layer.W_Q", "layer.W_M")) for m in range(6)
+        ]
+        assert [not s for s in same] == (layer.fixed.tolist() if mask == "fixed" else [True] * 6)
+        assert (t.used > 0).tolist() == [not s for s in same]
+
+
+def test_views_of_an_image_share_its_mechanisms():
+    "What an image meets depends on its row alone: not on the view, the episode, or how many images there are."
+    t = double("random")
+    seen = {}
+    for i in range(30):
+        t.step(i)
+        images, mask = t.feed.episode(i)[1].tolist(), t.run.ranks[t.count - 1]
+        for image, m in zip(images, mask.tolist()):
+            assert seen.setdefault(image, m) == m
+    assert len(seen) > 100 and len({tuple(m) for m in seen.values()}) > 10
+
+
+def test_masks_are_told_apart_and_refused():
+    def ask(method="sib+aim", **kw):
+        protocol = with_mask(**kw)
+        return fewshot_identity("glyphs", method, 0, BUDGET, protocol, "x", "conv4", 32, 8, 2, n_shot=1)
+
+    identities = [ask(mask=mask) for mask in MASKS]
+    assert len({json.dumps(i, sort_keys=True) for i in identities}) == 3
+    assert [i["parameters"]["l"] for i in identities] == [2, 0, 0]
+    for method in ("sib", "sib+linear"):
+        assert ask(method, mask="fixed") == ask(method, mask="attended")
+    plain, fixed = (make_layer("sib+aim", 10, protocol=with_mask(m), **SMALL) for m in ("attended", "fixed"))
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), fixed.parameters())) and fixed.fixed.sum() == 2
+    for decision in ("soft", "soft-test"):
+        with pytest.raises(AimError, match="chooses by score"):
+            make_layer("sib+aim", 10, protocol=with_mask("random", decision=decision), **SMALL)
+        make_layer("sib+linear", 10, protocol=with_mask("random", decision=decision), **SMALL)
 
 
 # ---------------------------------------------------------------- training: what it does, what it refuses
