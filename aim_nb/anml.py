@@ -11,7 +11,7 @@ from torch.func import functional_call
 import torch.nn.functional as F
 from .backbones import InstanceNorm, make_backbone, pool2
 from .core import AimError, check_choice
-from .oml import FastTail, Tail, draw_all_ranks, explicit_logits, linear, make_layer, reduced
+from .oml import FastTail, draw_all_ranks, explicit_logits, linear, make_tail
 
 # %% auto #0
 __all__ = ['ANML', 'FastBlock', 'Gradients', 'block_back', 'spread', 'FastP', 'FastLastNorm', 'anml_loss', 'gated_steps']
@@ -29,16 +29,16 @@ class ANML(nn.Module):
         layer="",  # "" (plain) | linear | aim
         norm="affine",  # affine | instance
         width=112,  # channels of NM; P has 256/112 times as many
+        precision="float32",  # of the convolutions: float32 | bf16
         generator=None,  # for every initial weight
-        **aim,
-    ):  # M, K, l, gate, select
+        **tail,  # reduce, aim_scale, and M, K, l, gate, select, mask of AIM
+    ):
         super().__init__()
         width = width or 112
         self.nm = make_backbone("anml-nm", shape, norm=norm, width=width, generator=generator)
         self.p = make_backbone("anml-p", shape, norm=norm, width=round(width * 256 / 112), generator=generator)
         self.gate = linear(self.nm.d_out, self.p.d_out, generator)
-        make, d = make_layer(layer, n_out, generator, **aim), self.p.d_out
-        self.tail = Tail(d, n_out, make, d_reduce=reduced(d) if layer else 0, relu=False, generator=generator)
+        self.tail = make_tail(self.p.d_out, n_out, layer, relu=False, generator=generator, **tail)
 
     def modulation(self, x):
         return torch.sigmoid(self.gate(self.nm(x)))
@@ -233,10 +233,11 @@ def anml_loss(
     fast_set="paper",  # paper: all of P | release: its last normalisation
     order="first",  # second order is computed the explicit way
     generator=None,  # for the stochastic choice of ranks
+    masks=None,  # mask="random": those of the images, see `draw_all_ranks`
 ):
     "The meta-loss. Returns (loss, logits of the meta-batch, logits met in the inner loop; None the explicit way)."
     xi, yi = (x[-n_inner:], y[-n_inner:]) if x_inner is None else (x_inner, y_inner)
-    ranks, last = draw_all_ranks(net.tail.layer, len(xi), generator)
+    ranks, last = draw_all_ranks(net.tail.layer, len(xi), generator, len(x), masks)
     if order == "second":
         logits = explicit_logits(net, x, xi, yi, net.fast_names(fast_set), lr, order, ranks, last)
         return F.cross_entropy(logits, y), logits, None

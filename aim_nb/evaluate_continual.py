@@ -19,13 +19,13 @@ from .core import AimError, Budget, Protocol, atomic_write, check_choice, progre
 from .tasks import Trajectory, draw_trajectory, eval_view, policy
 
 # %% auto #0
-__all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'RATES', 'RELEASE_RATES', 'POINTS', 'VAL_CLASSES',
+__all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'LADDER', 'AUTHORS_RATES', 'POINTS', 'VAL_CLASSES',
            'rate_on_test_images', 'same_images', 'banners', 'metatest_rows', 'Frozen', 'frozen', 'Outcome',
            'fresh_head', 'class_hits', 'Looks', 'Heads', 'run_heads', 'idle_measure', 'gauss_rule', 'catch_up_',
-           'Moving', 'AdamLinear', 'OwnMechanisms', 'AdamAIM', 'AdamTail', 'metatest_reference', 'run_tails', 'AdamP',
-           'run_anml', 'points', 'pick_rates', 'best_mean', 'best_mode', 'Store', 'store_path', 'classes_met',
-           'evaluating', 'Setting', 'MetaTest', 'search', 'rate_scores', 'choose_rates', 'run_points', 'forgetting',
-           'metatest', 'summary', 'validate_continual', 'mechanism_use']
+           'Moving', 'AdamLinear', 'OwnMechanisms', 'AdamAIM', 'AdamTail', 'freezes_reduce', 'metatest_reference',
+           'run_tails', 'AdamP', 'run_anml', 'points', 'pick_rates', 'best_mean', 'best_mode', 'Store', 'store_path',
+           'classes_met', 'evaluating', 'MetaTest', 'search', 'next_rate', 'rate_scores', 'choose_rates', 'run_points',
+           'forgetting', 'class_means', 'metatest', 'means_metrics', 'summary', 'validate_continual', 'mechanism_use']
 
 # %% ../nbs/15_evaluate_continual.ipynb #1c615e3e
 RELEASE_BANNER = (
@@ -34,13 +34,13 @@ RELEASE_BANNER = (
 )
 
 RATE_BANNER = (
-    "!! The learning rate of this meta-test is chosen on the TEST images, as in the release. "
+    "!! The learning rate of this meta-test is chosen on the TEST images, as the authors do. "
     "These accuracies are too good; they are not comparable with those of rates chosen without test images."
 )
 
 
 def rate_on_test_images(protocol):
-    return "release" in (protocol.metatest_rate, protocol.protocol)
+    return protocol.metatest_rate == "test"
 
 
 def same_images(protocol, dataset) -> bool:
@@ -55,14 +55,15 @@ def banners(protocol, dataset) -> list:
 
 def metatest_rows(
     bank,
-    protocol="heldout",  # heldout | release (differs on omniglot alone)
-    split="test",  # test | val
+    protocol="heldout",  # heldout | release (differs on omniglot alone) | leak (as heldout)
+    split="test",  # test | val | seen: meta-training classes, with images to learn from and others
 ) -> tuple:
     "Class rows to learn from and to be asked about."
     if same_images(protocol, bank.name) and split == "test":
         rows = (bank.class_rows("train") + bank.class_rows("val"))[:650]
         return rows, rows
-    return bank.class_rows(split, "train"), bank.class_rows(split, "test")
+    classes = "train" if split == "seen" else split
+    return bank.class_rows(classes, "train"), bank.class_rows(classes, "test")
 
 # %% ../nbs/15_evaluate_continual.ipynb #f71c16ab
 class Frozen(NamedTuple):
@@ -88,7 +89,7 @@ class Frozen(NamedTuple):
 
 @torch.no_grad()
 def frozen(
-    fn,  # images (normalised) -> anything with a row for each
+    fn,  # images (normalised), their rows -> anything with a row for each
     bank,
     rows,  # which images
     norm,  # (mean, std) of the inputs
@@ -98,9 +99,10 @@ def frozen(
     "`fn` of each image in `rows`."
     rows = np.unique(np.concatenate([np.asarray(r).ravel() for r in rows]))
     crop = policy(bank.name, "continual")
-    out = [
-        fn(eval_view(bank.images[rows[i : i + batch]], norm, crop).to(device)).cpu() for i in range(0, len(rows), batch)
-    ]
+    out = []
+    for i in range(0, len(rows), batch):
+        part = rows[i : i + batch]
+        out.append(fn(eval_view(bank.images[part], norm, crop).to(device), part).cpu())
     at = np.full(rows[-1] + 1, -1)
     at[rows] = np.arange(len(rows))
     return Frozen(torch.cat(out), at)
@@ -349,7 +351,8 @@ class OwnMechanisms:
 
     def __call__(self, z):
         s = self.score(z)
-        self.a, self.idx = s.topk(self.aim.K)
+        self.idx = s.topk(self.aim.K).indices if self.aim.mask == "attended" else self.aim.choose(s).nonzero()[:, 0]
+        self.a = s[self.idx]
         self.z, self.active = z, self.idx.tolist()
         self.Y = torch.stack([z @ self.mechanism(m, self.t) for m in self.active])
         y = self.a @ self.Y
@@ -415,9 +418,11 @@ class AdamTail:
         tail,  # not changed
         lr,
         head,  # first weights of the output layer (n_out, d)
-        adam="exact",
-    ):  # or lazy: idle mechanisms stand still
-        self.moving, self.tail = Moving(lr), tail
+        adam="exact",  # or lazy: idle mechanisms stand still
+        freeze_reduce=False,  # the reduce layer stands still (the authors' ANML)
+    ):
+        self.moving = Moving(lr)
+        self.tail = tail
         self.reduce = tail.reduce and AdamLinear(self.moving, "reduce", tail.reduce.weight, tail.reduce.bias)
         self.layer = None
         if isinstance(tail.layer, AIM):
@@ -425,7 +430,7 @@ class AdamTail:
         elif isinstance(tail.layer, LinearTwin):
             self.layer = AdamLinear(self.moving, "layer", tail.layer.W.t())
         self.fc = AdamLinear(self.moving, "fc", head, torch.zeros_like(head[:, 0]))
-        self.parts = [p for p in (self.reduce, self.layer, self.fc) if p]
+        self.parts = [p for p in (None if freeze_reduce else self.reduce, self.layer, self.fc) if p]
 
     @torch.no_grad()
     def __call__(self, f):
@@ -435,13 +440,20 @@ class AdamTail:
             if self.tail.relu:
                 self.on = f > 0
                 f = f * self.on
-        return self.fc(self.layer(f) if self.layer else f)
+        if self.layer:
+            f = self.layer(f)
+        if self.tail.unit:
+            f, length = unit(f)
+            self.output = f, length
+        return self.fc(f)
 
     @torch.no_grad()
     def step(self, g, need=False):
         "One Adam step for g = dL/dlogits; returns dL/df if that is needed."
         last = self.reduce or self.layer or self.fc
         g = self.fc.back(g, need or last is not self.fc)
+        if self.tail.unit:
+            g = unit_grad(g, *self.output)
         if self.layer:
             g = (
                 self.layer.back(g)
@@ -465,9 +477,16 @@ class AdamTail:
             f = self.layer.batch(f)
         elif self.layer:
             f = F.linear(f, self.layer.W)
+        if self.tail.unit:
+            f = unit(f)[0]
         return F.linear(f, self.fc.W, self.fc.b)
 
 # %% ../nbs/15_evaluate_continual.ipynb #3067f987
+def freezes_reduce(net, fast_set) -> bool:
+    "Whether the reduce layer stands still at meta-test: in the authors' ANML it does."
+    return isinstance(net, ANML) and fast_set == "release"
+
+
 def metatest_reference(
     net,  # OML or ANML
     images,  # rows -> normalised images
@@ -485,7 +504,9 @@ def metatest_reference(
         fc.weight.copy_(fresh_head(fc.in_features, fc.out_features, key))
         fc.bias.zero_()
     names = ("tail.fc",) if update == "head" else net.fast_names(fast_set)
-    opt = torch.optim.Adam([p for n, p in net.named_parameters() if n.startswith(names)], lr=lr)
+    still = ("tail.reduce",) if freezes_reduce(net, fast_set) else ()
+    moving = [p for n, p in net.named_parameters() if n.startswith(names) and not n.startswith(still)]
+    opt = torch.optim.Adam(moving, lr=lr)
     for i, (c, rows) in enumerate(zip(tr.classes, tr.train)):
         for r in rows:
             for p in net.parameters():
@@ -561,7 +582,13 @@ def run_anml(
     for tr, lr, key in zip(trajectories, rates, keys):
         p, tail, look = (
             AdamP(net.p, fast_set, lr),
-            AdamTail(net.tail, lr, fresh_head(fc.in_features, fc.out_features, key).to(fc.weight), adam),
+            AdamTail(
+                net.tail,
+                lr,
+                fresh_head(fc.in_features, fc.out_features, key).to(fc.weight),
+                adam,
+                freezes_reduce(net, fast_set),
+            ),
             Looks(tr, ns),
         )
         logits = lambda r: torch.cat(
@@ -581,8 +608,8 @@ def run_anml(
     return out
 
 # %% ../nbs/15_evaluate_continual.ipynb #88f420a8
-RATES = (3e-3, 2e-3, 1e-3, 6e-4, 3e-4, 1e-4, 3e-5)
-RELEASE_RATES = (1e-3, 6e-4, 4e-4, 3.5e-4, 3e-4, 2.5e-4, 2e-4, 1.5e-4, 1e-4, 9e-5, 8e-5, 6e-5, 3e-5, 1e-5)
+LADDER = tuple(float(f"{m}e{e}") for e in range(-1, -7, -1) for m in (6, 3, 2, 1))  # 0.6 down to 0.000001
+AUTHORS_RATES = (1e-3, 6e-4, 4e-4, 3.5e-4, 3e-4, 2.5e-4, 2e-4, 1.5e-4, 1e-4, 9e-5, 8e-5, 6e-5, 3e-5, 1e-5)
 POINTS = {
     "omniglot": (10, 50, 75, 100, 200, 300, 400, 500, 600),
     "glyphs": (10, 50, 75, 100, 200, 300, 400, 500, 600),
@@ -602,13 +629,20 @@ def points(
     return own or tuple(int(n) for n in np.unique(np.linspace(max(2, most // 8), most, 8).round()))
 
 
-def pick_rates(n) -> tuple:
-    "`n` of the seven rates, spread evenly about the middle ones; the release's fourteen and the two above them for 14."
+def pick_rates(
+    n,  # how many
+    update="head",  # what moves: head | fast
+    unit_length=False,  # whether the input of the output layer has length one
+) -> tuple:
+    "`n` rates around the one that usually fits what moves; for 14 the authors' list and some larger ones."
+    if n < 1:
+        raise AimError("rates should be at least 1: a meta-test without a learning rate learns nothing.")
     if n >= 14:
-        return (3e-3, 2e-3, *RELEASE_RATES)
-    if n < 3:
-        return (1e-3, 3e-4)[:n]
-    return tuple(RATES[i] for i in np.unique(np.linspace(0, len(RATES) - 2 + (n == 7), n).round().astype(int)))
+        larger = [r for r in LADDER if 1e-3 < r <= (3e-2 if unit_length else 3e-3)]
+        return (*larger, *AUTHORS_RATES)
+    usual = 1e-4 if update == "fast" else 1e-2 if unit_length else 1e-3
+    start = LADDER.index(usual) - (n - 1) // 2
+    return LADDER[start : start + n]
 
 # %% ../nbs/15_evaluate_continual.ipynb #582c27ea
 def best_mean(
@@ -689,37 +723,38 @@ def evaluating(net):
         net.train(was)
         torch.set_flush_denormal(False)
 
-
-class Setting:
-    "One network, one bank, and the trajectories it will meet there."
+# %% ../nbs/15_evaluate_continual.ipynb #be589604
+class MetaTest:
+    "Trajectories of one network on one bank, each run once."
 
     def __init__(
         self,
         net,
         bank,
-        norm,  # norm: (mean, std) of the inputs
+        norm,  # (mean, std) of the inputs
         protocol=Protocol(),
-        update="",  # "" | head | fast: what moves ("": as the protocol says)
+        update="",  # "" | head | fast | means: what moves ("": as the protocol says)
         seed=0,
         n_train=30,  # at most so many images a class
         store=None,  # Store of finished trajectories
         device="cpu",
-        group=20,
-    ):  # MB of output layers and moments that advance together: more than the cache holds is slower
-        self.net, self.bank, self.norm, self.protocol, self.seed, self.device, self.group = (
-            net,
-            bank,
-            norm,
-            protocol,
-            seed,
-            device,
-            group,
-        )
-        self.update, self.n_train, self.cache = update or protocol.metatest_update, n_train, None
+        group=20,  # MB of output layers and moments that advance together: more than the cache holds is slower
+    ):
+        self.net = net
+        self.bank = bank
+        self.norm = norm
+        self.protocol = protocol
+        self.update = update or protocol.metatest_update
+        self.seed = seed
+        self.n_train = n_train
         self.store = store or Store()
+        self.device = device
+        self.group = group
+        self.caches = {}
 
     def rows(self, stream):
-        return metatest_rows(self.bank, self.protocol.protocol, "val" if stream == "val" else "test")
+        split = stream if stream in ("val", "seen") else "test"
+        return metatest_rows(self.bank, self.protocol.protocol, split)
 
     def available(self, stream):
         return len(self.rows(stream)[0])
@@ -732,41 +767,44 @@ class Setting:
         learn, ask = self.rows(stream)
         return draw_trajectory(learn, ask, self.seed, index, n, min(self.n_train, *map(len, learn)), stream=stream)
 
-# %% ../nbs/15_evaluate_continual.ipynb #be589604
-class MetaTest(Setting):
-    "Trajectories of one network on one bank, each run once."
+    def embed(self, x, rows):
+        "The input of the output layer."
+        masks = self.net.row_masks[rows].to(x.device) if hasattr(self.net, "row_masks") else None
+        return self.net.tail.embed(self.net.features(x), masks)
 
-    def fixed(self):
-        "What does not move, as a function of normalised images."
-        if self.update == "head":
-            return lambda x: self.net.tail.embed(self.net.features(x))
-        return self.net.modulation if isinstance(self.net, ANML) else self.net.features
+    def features(self, x, rows):
+        return self.net.features(x)
 
-    def vectors(self, trajectories) -> Frozen:
-        "That function's values for every image of some trajectories, each computed once."
+    def modulation(self, x, rows):
+        return self.net.modulation(x)
+
+    def vectors(self, trajectories, fn) -> Frozen:
+        "`fn` of every image of some trajectories, each computed once."
         rows = np.unique(np.concatenate([part.ravel() for t in trajectories for part in (t.train, t.test)]))
-        new = rows if self.cache is None else rows[self.cache.lacks(rows)]
+        cache = self.caches.get(fn.__name__)
+        new = rows if cache is None else rows[cache.lacks(rows)]
         if len(new):
-            more = frozen(self.fixed(), self.bank, [new], self.norm, device=self.device)
-            self.cache = more if self.cache is None else self.cache.join(more)
-        return self.cache
+            more = frozen(fn, self.bank, [new], self.norm, device=self.device)
+            self.caches[fn.__name__] = more if cache is None else cache.join(more)
+        return self.caches[fn.__name__]
 
     def run(self, stream, jobs, ns, desc) -> list:
         "Outcomes of jobs (rate, index)."
-        trs, rates, keys = (
-            [self.trajectory(stream, i, max(ns)) for _, i in jobs],
-            [r for r, _ in jobs],
-            [(self.seed, stream, i) for _, i in jobs],
-        )
-        o, kw = self.vectors(trs), dict(desc=desc, device=self.device)
-        fc = self.net.tail.fc
+        trs = [self.trajectory(stream, i, max(ns)) for _, i in jobs]
+        rates = [r for r, _ in jobs]
+        keys = [(self.seed, stream, i) for _, i in jobs]
+        told = dict(desc=desc, device=self.device)
+        fc, protocol = self.net.tail.fc, self.protocol
         if self.update == "head":
-            return run_heads(o, trs, rates, ns, fc.out_features, keys, **kw)
+            return run_heads(self.vectors(trs, self.embed), trs, rates, ns, fc.out_features, keys, **told)
         if isinstance(self.net, ANML):
+            gates = self.vectors(trs, self.modulation)
             return run_anml(
-                self.net, o, self.images, trs, rates, ns, keys, self.protocol.fast_set, self.protocol.adam, **kw
+                self.net, gates, self.images, trs, rates, ns, keys, protocol.fast_set, protocol.adam, **told
             )
-        return run_tails(self.net.tail, o, trs, rates, ns, keys, self.protocol.adam, **kw)
+        return run_tails(
+            self.net.tail, self.vectors(trs, self.features), trs, rates, ns, keys, protocol.adam, **told
+        )
 
     def outcomes(self, stream, jobs, ns, desc="meta-test") -> dict:
         "Outcomes by job, from the store or run now, as many together as `group` allows."
@@ -788,21 +826,43 @@ def search(
     rates,
     runs,  # trajectories a rate
     by="test",  # test: held-out images | train: the images learnt from
+    choose=best_mean,  # rate -> accuracies => the best rate
 ) -> dict:
-    "What each rate comes to: n -> rate -> accuracies, one a trajectory."
-    done = mt.outcomes(stream, [(r, i) for r in rates for i in range(runs)], ns, "rates")
-    return {n: {r: [getattr(done[r, i], by)[k] for i in range(runs)] for r in rates} for k, n in enumerate(ns)}
+    "What each rate comes to: n -> rate -> accuracies, one a trajectory. The list grows until no n has its best rate at the edge."
+    scores = {n: {} for n in ns}
+    todo = {rate: list(ns) for rate in rates}
+    while todo:
+        for rate, at in todo.items():
+            done = mt.outcomes(stream, [(rate, i) for i in range(runs)], at, "rates").values()
+            for k, n in enumerate(at):
+                scores[n][rate] = [getattr(outcome, by)[k] for outcome in done]
+        todo = {}
+        for n in ns:
+            if (rate := next_rate(choose(scores[n]), scores[n])) is not None:
+                todo.setdefault(rate, []).append(n)
+    return {n: dict(sorted(scores[n].items(), reverse=True)) for n in ns}
+
+
+def next_rate(best, tried) -> float | None:
+    "The next rate of the ladder where the best one is the largest or the smallest that was tried, else None."
+    if best == max(tried):
+        return min((r for r in LADDER if r > best * 1.01), default=None)
+    if best == min(tried):
+        return max((r for r in LADDER if r < best * 0.99), default=None)
+    return None
 
 
 def rate_scores(mt: MetaTest, ns, rates, runs, stream="test") -> dict:
-    "What a rate is chosen by, without looking at a test image (unless the protocol asks for the release's way)."
+    "What a rate is chosen by, without looking at a test image (unless the protocol says so)."
     if rate_on_test_images(mt.protocol):
-        return search(mt, stream, ns, rates, runs)
-    small = [n for n in ns if n <= mt.available("val")]
-    large = [n for n in ns if n not in small]
-    val = search(mt, "val", small, rates, runs) if small else {}
-    train = search(mt, stream, ns, rates, runs, "train") if large else {}  # looked at everywhere: the runs may use them
-    return val | {n: train[n] for n in large}
+        return search(mt, stream, ns, rates, runs, choose=best_mode)
+    held_out = mt.available("val") if mt.protocol.train_classes == "split" else 0
+    small = [n for n in ns if n <= held_out]
+    large = [n for n in ns if n > held_out]
+    scores = search(mt, "val", small, rates, runs) if small else {}
+    if large:
+        scores |= search(mt, stream, large, rates, runs, "train")
+    return scores
 
 
 def choose_rates(scores, protocol=Protocol()) -> dict:
@@ -821,8 +881,8 @@ def run_points(mt: MetaTest, chosen, runs, stream="test") -> tuple:
         test |= {n: [d.test[k] for d in done] for k, n in enumerate(ns)}
         if max(chosen) in ns:
             ages = np.mean([d.by_age for d in done], 0)
-    table = lambda t: [[round(t[n][i], 3) for n in sorted(chosen)] for i in range(runs)]
-    return table(train), table(test), ages
+    train, test = ([[round(part[n][i], 3) for n in sorted(chosen)] for i in range(runs)] for part in (train, test))
+    return train, test, ages
 
 
 def forgetting(ages) -> float:
@@ -831,6 +891,25 @@ def forgetting(ages) -> float:
     return float(np.mean(ages[-quarter:]) - np.mean(ages[:quarter]))
 
 # %% ../nbs/15_evaluate_continual.ipynb #87b79aff
+def class_means(mt: MetaTest, ns, runs, fn, stream="test") -> list:
+    "Outcomes of trajectories on which nothing learns: an image belongs to the class whose mean vector `fn` is nearest."
+    out = []
+    for i in range(runs):
+        tr = mt.trajectory(stream, i, max(ns))
+        with evaluating(mt.net):
+            vectors = mt.vectors([tr], fn)
+        means = vectors.take(tr.train).mean(1)  # (n, d), a class after the other
+        look = Looks(tr._replace(classes=np.arange(max(ns))), ns)
+        for n in ns:
+            look.look(n, functools.partial(_minus_distance, vectors, means[:n]))
+        out.append(look.outcome())
+    return out
+
+
+def _minus_distance(vectors, means, rows):
+    return -torch.cdist(vectors.take(rows), means)
+
+
 def metatest(
     net,
     bank,
@@ -838,7 +917,7 @@ def metatest(
     protocol=Protocol(),
     budget: Budget = None,  # runs, rates, rate_runs, classes
     seed=0,
-    update="",  # "" | head | fast
+    update="",  # "" | head | fast | means
     store=None,  # Store of finished trajectories
     device="cpu",
 ) -> dict:
@@ -846,21 +925,53 @@ def metatest(
     for b in banners(protocol, bank.name):
         print(b)
     mt = MetaTest(net, bank, norm, protocol, update, seed, store=store, device=device)
-    ns, rates = points(bank.name, mt.available("test"), budget.classes), pick_rates(budget.rates)
+    ns = points(bank.name, mt.available("test"), budget.classes)
+    if mt.update == "means":
+        return means_metrics(mt, ns, budget.runs)
+    rates = pick_rates(budget.rates, mt.update, net.tail.unit_length)
     streams = {n: "test" if protocol.trajectories == "prefix" else f"test-{n}" for n in ns}
-    scores, train, test = {}, np.zeros((budget.runs, len(ns))), np.zeros((budget.runs, len(ns)))
+    scores = {}
+    train, test = np.zeros((budget.runs, len(ns))), np.zeros((budget.runs, len(ns)))
     for stream in dict.fromkeys(streams.values()):
         own = [n for n in ns if streams[n] == stream]
         scores |= rate_scores(mt, own, rates, budget.rate_runs, stream)
+        chosen = choose_rates({n: scores[n] for n in own}, protocol)
         at = [ns.index(n) for n in own]
-        train[:, at], test[:, at], ages = run_points(
-            mt, choose_rates({n: scores[n] for n in own}, protocol), budget.runs, stream
-        )
-    return summary(ns, test, train, ages, choose_rates(scores, protocol)) | dict(
+        train[:, at], test[:, at], ages = run_points(mt, chosen, budget.runs, stream)
+    chosen = choose_rates(scores, protocol)
+    tried = sorted({rate for n in ns for rate in scores[n]}, reverse=True)
+    metrics = summary(ns, test, train, ages, chosen) | dict(
         update=mt.update,
-        rates_tried=list(rates),
-        rate_scores=[[round(statistics.mean(scores[n][r]), 2) for r in rates] for n in ns],
+        rates_tried=tried,
+        rates_added=[rate for rate in tried if rate not in rates],
+        rate_scores=[
+            [round(statistics.mean(scores[n][r]), 2) if r in scores[n] else None for r in tried] for n in ns
+        ],
     )
+    own = {n: rate for n, rate in chosen.items() if n <= mt.available("seen")}
+    if protocol.protocol == "leak" and own:
+        seen_train, seen_test, _ = run_points(mt, own, budget.runs, "seen")
+        metrics |= dict(seen_n_classes=list(own), seen_train=seen_train, seen_test=seen_test)
+    return metrics
+
+
+def means_metrics(mt: MetaTest, ns, runs) -> dict:
+    "Class means on the layer's outputs, and on the features below it where they are not the same."
+    start = time.monotonic()
+    outputs = class_means(mt, ns, runs, mt.embed)
+    ages = np.mean([o.by_age for o in outputs], 0)
+    test, train = (np.array([getattr(o, part) for o in outputs]) for part in ("test", "train"))
+    metrics = summary(ns, test, train, ages, dict.fromkeys(ns)) | dict(update="means", rates_tried=[], rates_added=[])
+    if mt.net.tail.reduce is not None or mt.net.tail.unit_length:
+        below = class_means(mt, ns, runs, mt.features)
+        metrics |= dict(test_features=[[round(a, 3) for a in o.test] for o in below])
+        metrics |= dict(train_features=[[round(a, 3) for a in o.train] for o in below])
+    own = [n for n in ns if n <= mt.available("seen")]
+    if mt.protocol.protocol == "leak" and own:
+        seen = class_means(mt, own, runs, mt.embed, "seen")
+        metrics |= dict(seen_n_classes=own, seen_train=[o.train for o in seen], seen_test=[o.test for o in seen])
+    mt.store.seconds += time.monotonic() - start
+    return metrics
 
 # %% ../nbs/15_evaluate_continual.ipynb #86ac6f4a
 def summary(ns, test, train, ages, chosen) -> dict:
@@ -889,13 +1000,12 @@ def validate_continual(
     budget=None,
     seed=0,
     device="cpu",
-    rates=(1e-3, 3e-4),
     most=VAL_CLASSES,  # classes at most
 ) -> dict:
-    "One trajectory over validation classes at each rate, output layer only: the best test accuracy, cheap enough for every few hundred steps."
+    "One trajectory over validation classes at two rates, output layer only: the best test accuracy, cheap enough for every few hundred steps."
     mt = MetaTest(net, bank, norm, Protocol(), "head", seed, device=device)
     n = min(mt.available("val"), most, budget and budget.classes or most)
-    done = mt.outcomes("val", [(r, 0) for r in rates], [n], "validation")
+    done = mt.outcomes("val", [(r, 0) for r in pick_rates(2, "head", net.tail.unit_length)], [n], "validation")
     best = max(done.values(), key=lambda d: d.test[0])
     return dict(accuracy=best.test[0], train_accuracy=best.train[0])
 
@@ -913,8 +1023,9 @@ def mechanism_use(
     "Mean score and mean mask of each class (classes, M), over images of a split."
     rows = [r[:images] for r in bank.class_rows(split)[: classes or None]]
     with evaluating(net):
-        z = frozen(lambda x: net.tail.reduced(net.features(x)), bank, rows, norm, device=device)
-    use = [net.tail.layer.attention(z.take(r).to(device)) for r in rows]
+        z = frozen(lambda x, rows: net.tail.reduced(net.features(x)), bank, rows, norm, device=device)
+    masks = [net.row_masks[r].to(device) if hasattr(net, "row_masks") else None for r in rows]
+    use = [net.tail.layer.attention(z.take(r).to(device), mask) for r, mask in zip(rows, masks)]
     return dict(
         score=torch.stack([a.score.mean(0) for a in use]).cpu(),
         mask=torch.stack([a.mask.float().mean(0) for a in use]).cpu(),

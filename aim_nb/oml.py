@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.func import functional_call
 import torch.nn.functional as F
-from .aim import AIM, Identity, LinearTwin, linear_twin
+from .aim import AIM, Identity, LinearTwin, linear_twin, unit, unit_grad
 from .backbones import make_backbone
 from .core import AimError, check_choice
 from .fastweights import FastAIM, FastLinear, split_parameters
 
 # %% auto #0
-__all__ = ['N_OUT', 'linear', 'Tail', 'FastTail', 'inner_steps', 'reduced', 'make_layer', 'OML', 'reset_rows', 'draw_all_ranks',
-           'oml_loss', 'explicit_logits', 'explicit_loss']
+__all__ = ['N_OUT', 'LAYERS', 'linear', 'Tail', 'FastTail', 'inner_steps', 'reduced', 'make_tail', 'OML', 'reset_rows',
+           'draw_all_ranks', 'oml_loss', 'explicit_logits', 'explicit_loss']
 
 # %% ../nbs/13_oml.ipynb #28d757f2
 def linear(
@@ -43,12 +43,20 @@ class Tail(nn.Module):
         layer=None,  # d -> nn.Module with d_out, or None
         d_reduce=0,  # width after `reduce` (0: no such layer)
         relu=True,  # whether reduce ends in a ReLU (OML) or not (ANML)
+        unit=False,  # whether the layer's output is divided by its length
         generator=None,
     ):
         super().__init__()
-        self.reduce, self.relu = (linear(d, d_reduce, generator, 2 if relu else 1) if d_reduce else None), relu
+        self.relu = relu
+        self.unit = unit
+        self.reduce = linear(d, d_reduce, generator, 2 if relu else 1) if d_reduce else None
         self.layer = layer(d_reduce or d) if layer else Identity(d_reduce or d)
         self.fc = linear(self.layer.d_out, n_out, generator)
+
+    @property
+    def unit_length(self) -> bool:
+        "Whether the input of fc has length one: AIM's raw gate sees to that itself."
+        return self.unit or getattr(self.layer, "gate", "") == "raw"
 
     def reduced(self, f):
         "The input of the layer."
@@ -56,7 +64,9 @@ class Tail(nn.Module):
         return z.relu() if self.reduce is not None and self.relu else z
 
     def embed(self, f, ranks=None):
-        return self.layer(self.reduced(f), ranks=ranks)  # the input of fc
+        "The input of fc."
+        y = self.layer(self.reduced(f), ranks=ranks)
+        return unit(y)[0] if self.unit else y
 
     def forward(self, f, ranks=None):
         return self.fc(self.embed(f, ranks))
@@ -97,11 +107,16 @@ class FastTail:
             f = self.layer(f, ranks)
         elif self.layer:
             f = self.layer(f)
+        if self.tail.unit:
+            f, length = unit(f)
+            self.output = f, length
         return self.fc(f)
 
     def step(self, g):
         "One SGD step of every layer, given dL/dlogits of the last call; returns dL/df."
         g = self.fc.step(g)
+        if self.tail.unit:
+            g = unit_grad(g, *self.output)
         if self.layer:
             g = self.layer.step(g)
         if self.on is not None:
@@ -132,24 +147,42 @@ def reduced(d) -> int:
     return d // 2 if d < 4096 else 1024
 
 
-def make_layer(
-    kind,  # "" | linear | aim
-    n_out,  # outputs of fc, which the linear twin's count includes
+LAYERS = ("", "linear", "unit", "linear-unit", "aim")
+
+
+def make_tail(
+    d,  # features in
+    n_out,  # outputs of fc, which the linear layer's parameter count includes
+    kind="",  # "" | linear | unit | linear-unit | aim
+    reduce=True,  # whether AIM has a reduce layer below it (the other layers always have)
+    relu=True,  # whether that ends in a ReLU
+    aim_scale="1",  # size of the initial mechanisms: "1" | "1/K"
     generator=None,
-    **aim,  # M, K, l, gate, select ... of AIM
-):
-    "A function d -> layer, for `Tail`."
-    check_choice("layer", kind, ("", "linear", "aim"))
-    if not kind:
-        return None
+    **aim,  # M, K, l, gate, select, mask of AIM
+) -> Tail:
+    "The tail of a method."
+    check_choice("layer", kind, LAYERS)
+    check_choice("aim_scale", aim_scale, ("1", "1/K"))
 
-    def make(d):
+    def make_layer(d):
         layer = AIM(d, d, **{"M": 64, "K": 10, "l": 2, "d_h": 128, "d_k": 128, "generator": generator, **aim})
-        if layer.gate == "sigmoid" and kind == "aim":
-            layer.W_M.detach().mul_(1 / layer.K)  # starts as the mean of K maps
-        return layer if kind == "aim" else linear_twin(layer, fan_out=n_out, generator=generator)
+        if kind != "aim":
+            return linear_twin(layer, fan_out=n_out, generator=generator)
+        if aim_scale == "1/K":
+            layer.W_M.detach().mul_(1 / layer.K)
+        return layer
 
-    return make
+    has_layer = kind in ("linear", "linear-unit", "aim")
+    has_reduce = bool(kind) and (reduce or kind != "aim")
+    return Tail(
+        d,
+        n_out,
+        make_layer if has_layer else None,
+        d_reduce=reduced(d) if has_reduce else 0,
+        relu=relu,
+        unit=kind.endswith("unit"),
+        generator=generator,
+    )
 
 # %% ../nbs/13_oml.ipynb #d4b6cc1f
 class OML(nn.Module):
@@ -161,16 +194,18 @@ class OML(nn.Module):
         self,
         shape,  # (C, H, W) of the images
         n_out,  # classes there may ever be
-        layer="",  # "" (plain) | linear (Baseline) | aim
+        layer="",  # "" (plain) | linear (Baseline) | unit | linear-unit | aim
         norm="affine",  # affine | instance
         width=112,  # channels of the RLN
+        precision="float32",  # of the convolutions: float32 | bf16
         generator=None,  # for every initial weight
-        **aim,
-    ):  # M, K, l, gate, select
+        **tail,  # reduce, aim_scale, and M, K, l, gate, select, mask of AIM
+    ):
         super().__init__()
-        self.rln = make_backbone("oml-rln", shape, norm=norm, width=width or 112, generator=generator)
-        make, d = make_layer(layer, n_out, generator, **aim), self.rln.d_out
-        self.tail = Tail(d, n_out, make, d_reduce=reduced(d) if layer else 0, generator=generator)
+        self.rln = make_backbone(
+            "oml-rln", shape, norm=norm, width=width or 112, generator=generator, precision=precision
+        )
+        self.tail = make_tail(self.rln.d_out, n_out, layer, generator=generator, **tail)
 
     def forward(self, x, ranks=None):
         return self.tail(self.rln(x), ranks)
@@ -197,10 +232,21 @@ def reset_rows(
         fc.weight[int(c)].normal_(0, std, generator=generator)
 
 
-def draw_all_ranks(layer, n, generator):
+def draw_all_ranks(
+    layer,  # of the tail
+    n,  # inner steps, one image each
+    generator,
+    rows=0,  # images of the meta-batch
+    masks=None,  # mask="random": (rows, M) those of the meta-batch, then (n, M) those of the inner steps
+) -> tuple:
     "One choice of ranks for each of `n` inner steps and one for the meta-batch; None where nothing is drawn."
-    ranks = [layer.draw_ranks(generator) for _ in range(n + 1)] if isinstance(layer, AIM) else [None]
-    return (None, None) if ranks[0] is None else (ranks[:-1], ranks[-1])
+    if masks is not None:
+        return list(masks[1][:, None]), masks[0]
+    if not isinstance(layer, AIM):
+        return None, None
+    ranks = [layer.draw_ranks(generator, 1) for _ in range(n)]
+    last = layer.draw_ranks(generator, rows)
+    return (None, None) if last is None else (ranks, last)
 
 # %% ../nbs/13_oml.ipynb #2e817a0e
 def oml_loss(
@@ -213,6 +259,7 @@ def oml_loss(
     lr=1e-2,  # inner learning rate
     order="first",
     generator=None,  # for the stochastic choice of ranks
+    masks=None,  # mask="random": those of the images, see `draw_all_ranks`
 ):
     "The meta-loss; its gradient is that of the chosen order. Returns (loss, logits of the meta-batch, logits met in the inner loop)."
     f = net.rln(x)
@@ -220,7 +267,7 @@ def oml_loss(
         f_in, y_in = f[-n_inner:], y[-n_inner:]
     else:
         f_in, y_in = net.rln(x_inner), y_inner
-    ranks, last = draw_all_ranks(net.tail.layer, len(f_in), generator)
+    ranks, last = draw_all_ranks(net.tail.layer, len(f_in), generator, len(f), masks)
     fast = FastTail(net.tail, lr, order)
     with torch.set_grad_enabled(order == "second" and torch.is_grad_enabled()):
         met = inner_steps(fast, f_in if order == "second" else f_in.detach(), y_in, ranks)

@@ -4,7 +4,7 @@
 
 # %% ../nbs/06_records.ipynb #ff85312b
 from __future__ import annotations
-import functools, json, math, platform, subprocess, time, warnings
+import functools, hashlib, json, math, platform, subprocess, time, warnings
 from importlib.resources import files
 from pathlib import Path
 import torch
@@ -12,12 +12,12 @@ from . import __version__
 from .core import AimError, Budget, Protocol, atomic_write, content_key, project_root, runs_dir
 
 # %% auto #0
-__all__ = ['FORMAT', 'IDENTITY', 'OUTCOME', 'CIRCUMSTANCES', 'record_key', 'code_commit', 'versions', 'new_record',
-           'check_record', 'records_dir', 'kept_dir', 'record_name', 'save_record', 'read_record', 'field',
-           'read_records', 'find_record', 'keep', 'essence']
+__all__ = ['FORMAT', 'IDENTITY', 'OUTCOME', 'CIRCUMSTANCES', 'record_key', 'record_seal', 'sealed', 'code_commit', 'versions',
+           'new_record', 'check_record', 'records_dir', 'kept_dir', 'record_name', 'save_record', 'read_record',
+           'field', 'read_records', 'find_record', 'keep', 'essence']
 
 # %% ../nbs/06_records.ipynb #77fd58fe
-FORMAT = 1
+FORMAT = 2
 IDENTITY = dict(task=str, dataset=str, method=str, seed=int, budget=dict, protocol=dict, parameters=dict, data_sha=str)
 OUTCOME = dict(metrics=dict, history=list)
 CIRCUMSTANCES = dict(
@@ -30,6 +30,20 @@ def record_key(
 ) -> str:
     "The name of a question: equal questions have equal keys."
     return content_key({k: identity[k] for k in IDENTITY})
+
+
+def record_seal(rec) -> str:
+    "A checksum of everything in a record but the seal itself."
+    text = json.dumps({k: v for k, v in rec.items() if k != "seal"}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(rec) -> dict:
+    "The record with its key and its seal brought up to date, checked."
+    rec = json.loads(json.dumps(rec))
+    rec["key"] = record_key(rec)
+    rec["seal"] = record_seal(rec)
+    return check_record(rec, "this record")
 
 # %% ../nbs/06_records.ipynb #cf0691e5
 @functools.cache
@@ -71,8 +85,9 @@ def new_record(
     notebook: str = "",
     seconds: float = 0.0,
     device: str = "cpu",
+    **told,  # more that follows from the rest, such as the preset of a continual run
 ) -> dict:
-    "A complete record, with its key and circumstances."
+    "A complete record, with its key, its circumstances and its seal."
     rec = dict(
         format=FORMAT,
         task=task,
@@ -92,9 +107,9 @@ def new_record(
         versions=versions(),
         commit=code_commit(),
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **told,
     )
-    rec["key"] = record_key(rec)
-    return check_record(rec, "this record")
+    return sealed(rec)
 
 # %% ../nbs/06_records.ipynb #e2fb9308
 def _finite(value) -> bool:
@@ -117,7 +132,7 @@ def check_record(
         raise AimError(
             f"{name} has record format {rec['format']}, this version reads {FORMAT}; run the experiment again."
         )
-    for field, kind in {**IDENTITY, **OUTCOME, **CIRCUMSTANCES, "key": str}.items():
+    for field, kind in {**IDENTITY, **OUTCOME, **CIRCUMSTANCES, "key": str, "seal": str}.items():
         if not isinstance(rec.get(field), kind):
             raise AimError(f"{name}: field {field!r} is missing or of the wrong type.")
     if not isinstance(rec["budget"].get("name"), str):
@@ -126,6 +141,10 @@ def check_record(
         raise AimError(f"{name}: its key does not fit its contents; it was changed after it was written.")
     if not _finite([rec["metrics"], rec["history"]]):
         raise AimError(f"{name}: a metric is not a finite number.")
+    if not 0 <= rec["metrics"].get("accuracy", 0) <= 100:
+        raise AimError(f"{name}: an accuracy of {rec['metrics']['accuracy']} is not between 0 and 100.")
+    if rec["seal"] != record_seal(rec):
+        raise AimError(f"{name}: its seal does not fit; it was changed after it was written, so run the experiment again.")
     return rec
 
 # %% ../nbs/06_records.ipynb #9bbd5186

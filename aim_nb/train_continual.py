@@ -9,19 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 import numpy as np
 import torch
-from .aim import AIM
+import torch.nn.functional as F
+from .aim import AIM, random_masks
 from .anml import ANML, anml_loss
+from .backbones import check_precision
 from .banks import open_bank
 from .checkpoints import load_tensors, run_checkpoints, save_tensors
 from aim_nb.core import (
-    CHECKPOINTS,
     CONTINUAL_METHODS,
+    PRESETS,
+    SWITCHES,
     AimError,
     Budget,
     Protocol,
     check_choice,
     content_key,
+    key_seed,
     pick_device,
+    preset,
+    preset_size,
     runs_dir,
     torch_rng,
 )
@@ -30,35 +36,75 @@ from aim_nb.evaluate_continual import (
     VAL_CLASSES,
     Store,
     banners,
+    evaluating,
     mechanism_use,
     metatest,
     same_images,
     store_path,
     validate_continual,
 )
-from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
+from .loop import load_best, load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
 from .oml import N_OUT, OML, oml_loss, reset_rows
 from .paper import comparability
 from .records import find_record, new_record, save_record
-from .tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
+from .tasks import draw_meta_batch, eval_view, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['USUAL_NORM', 'METATEST', 'LEARNS', 'moved', 'make_continual', 'ContinualModel', 'ContinualValidated',
-           'ContinualTrainee', 'relevant', 'continual_identity', 'training_checkpoints', 'continual_budget', 'sizes',
-           'aim_twin', 'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual',
+__all__ = ['METATEST', 'MILESTONES', 'LEARNS', 'relevant', 'nearest_preset', 'make_continual', 'meta_train_rows',
+           'ContinualTrainee', 'died_at', 'continual_identity', 'training_checkpoints', 'continual_budget', 'count',
+           'sizes', 'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual',
            'saved_weights', 'load_continual', 'describe_continual', 'read_continual']
 
-# %% ../nbs/16_train_continual.ipynb #d2be3a24
-USUAL_NORM = "instance"  # of continual runs
+# %% ../nbs/16_train_continual.ipynb #0830afb7
+_TRAIN = dict(
+    all=("slow_set", "order", "norm", "inputs", "row_reset", "meta_images", "train_classes", "precision"),
+    anml=("fast_set",),
+    aim=("gate", "aim_scale", "reduce", "select", "mask"),
+)
+_TEST = dict(
+    all=("protocol", "weights", "metatest_update", "metatest_rate", "trajectories"),
+    aim=("adam",),
+)
 
 
-def moved(protocol) -> dict:
-    "The switches of a continual run that do not stand where such runs usually have them."
-    return {k: v for k, v in (protocol.changed() | dict(norm=protocol.norm)).items() if k != "norm" or v != USUAL_NORM}
+def relevant(
+    method,
+    protocol,
+    of=(_TRAIN, _TEST),  # which switches
+) -> Protocol:
+    "The protocol with every switch that this method does not have at its default."
+    parts = ("all", *method.split("+"))
+    values = {name: getattr(protocol, name) for table in of for part in parts for name in table.get(part, ())}
+    if values.get("row_reset") == "matched":
+        is_unit = method.endswith("unit") or method.endswith("+aim") and protocol.gate == "raw"
+        values["row_reset"] = "normal" if is_unit else "kaiming"
+    if values.get("mask", "attended") != "attended":
+        values["select"] = "shared"  # nothing is drawn by rank
+    if method == "oml" and values.get("metatest_update") == "fast":
+        values["metatest_update"] = "head"  # which is all that is fast
+    if values.get("metatest_update") == "means":
+        values["metatest_rate"] = "validation"  # nothing is learnt, so there is no rate
+    return Protocol(**values)
 
-# %% ../nbs/16_train_continual.ipynb #cbbc1253
+
+def nearest_preset(
+    dataset,
+    method,
+    protocol,  # of a record
+) -> tuple:
+    "The preset that differs least from a protocol, and the switches that differ."
+    names = [n for table in (_TRAIN, _TEST) for part in ("all", *method.split("+")) for n in table.get(part, ())]
+    changed = {}
+    for name in PRESETS:
+        of_preset = relevant(method, preset(name, dataset))
+        own = relevant(method, protocol)
+        changed[name] = {n: getattr(own, n) for n in names if getattr(own, n) != getattr(of_preset, n)}
+    best = min(PRESETS, key=lambda name: len(changed[name]))
+    return best, changed[best]
+
+# %% ../nbs/16_train_continual.ipynb #b70cc31e
 def make_continual(
-    method,  # oml | oml+linear | oml+aim | anml | anml+aim
+    method,  # oml | oml+linear | oml+unit | oml+linear-unit | oml+aim | anml | anml+aim
     shape,  # (C, H, W) of the images
     n_out,  # classes there may ever be
     protocol=Protocol(),
@@ -70,14 +116,33 @@ def make_continual(
 ):
     "The network of `method`, its initial weights a function of the seed."
     family, _, layer = check_choice("method", method, CONTINUAL_METHODS).partition("+")
-    aim = dict(M=M, K=K, l=l, gate=protocol.gate, select=protocol.select) if layer else {}
-    return {"oml": OML, "anml": ANML}[family](
-        shape, n_out, layer, norm=protocol.norm, width=width, generator=torch_rng(seed, "init", method), **aim
+    make = {"oml": OML, "anml": ANML}[family]
+    aim = {}
+    if layer:  # a linear layer takes its size from AIM's
+        aim = dict(M=M, K=K, l=l if protocol.mask == "attended" else 0, gate=protocol.gate, select=protocol.select)
+        aim |= dict(mask=protocol.mask, aim_scale=protocol.aim_scale, reduce=protocol.reduce)
+    return make(
+        shape,
+        n_out,
+        layer,
+        norm=protocol.norm,
+        width=width,
+        precision=protocol.precision,
+        generator=torch_rng(seed, "init", method),
+        **aim,
     )
 
 # %% ../nbs/16_train_continual.ipynb #aea4c176
-class ContinualModel:
-    "One method's network on one bank, with its optimiser, as tensors."
+def meta_train_rows(bank, train_classes="split") -> list:
+    "The image rows of each meta-training class; with `all` the validation classes, too (963 of Omniglot's 964, as the authors)."
+    if train_classes == "split":
+        return bank.class_rows("train")
+    rows = bank.class_rows("train") + bank.class_rows("val")
+    return rows[:963] if bank.name == "omniglot" else rows
+
+
+class ContinualTrainee:
+    "Meta-training of one method on one bank."
 
     def __init__(
         self,
@@ -89,149 +154,136 @@ class ContinualModel:
         M=64,
         K=10,
         l=2,
-        lr_out=1e-3,  # Adam's
         n_out=0,  # outputs (0: the dataset's own number)
+        inner=0,  # images of a class, one SGD step each (0: 20; with meta_images="others" 15, on photographs 30)
+        random=64,  # images of any class in the meta-batch
+        n_classes=1,  # classes learnt in one outer step
+        lr_in=1e-2,  # of the inner loop
+        lr_out=1e-3,  # Adam's
         device="cpu",
     ):
-        self.bank, self.method, self.seed, self.budget, self.protocol, self.device = (
-            bank,
-            method,
-            seed,
-            budget,
-            protocol,
-            device,
-        )
-        self.rows, self.norm, self.policy = (
-            bank.class_rows("train"),
-            normaliser(bank, protocol.inputs),
-            policy(bank.name, "continual"),
-        )
+        check_precision(protocol.precision, device)
+        self.bank = bank
+        self.method = method
+        self.seed = seed
+        self.budget = budget
+        self.protocol = protocol
+        self.device = device
+        self.random = random
+        self.n_classes = n_classes
+        self.lr_in = lr_in
+        self.rows = meta_train_rows(bank, protocol.train_classes)
+        self.norm = normaliser(bank, protocol.inputs)
+        self.policy = policy(bank.name, "continual")
+        drawings = min(map(len, self.rows)) <= 20
+        self.inner = inner or (20 if protocol.meta_images != "others" else 15 if drawings else 30)
+
         n_out = n_out or N_OUT.get(bank.name, 0) or max(len(self.rows), len(bank.classes("test")))
         shape = input_shape(bank, protocol.inputs, self.policy)
         self.net = make_continual(method, shape, n_out, protocol, budget.width, M, K, l, seed).to(device).train()
+        self.has_aim = isinstance(self.net.tail.layer, AIM)
+        if self.has_aim and protocol.mask == "random":  # for every image of the bank
+            self.net.row_masks = random_masks(len(bank.labels), M, K, key_seed("mask", seed))
         slow = [p for n, p in self.net.named_parameters() if protocol.slow_set == "all" or n.startswith(self.net.slow)]
         for p in self.net.parameters():
             p.requires_grad_(False)
         for p in slow:
             p.requires_grad_(True)
-        self.opt, self.log, self.has_aim = (
-            torch.optim.Adam(slow, lr=lr_out, fused=True),
-            {},
-            isinstance(self.net.tail.layer, AIM),
-        )
+        self.optimizer = torch.optim.Adam(slow, lr=lr_out, fused=True)
+        self.log = {}
 
     def weights(self):
-        return module_tensors(self.net, "net.")
+        return {**module_tensors(self.net, "net."), **self.log}
+
+    def load_weights(self, tensors):
+        load_module(self.net, tensors, "net.")
+        self.log = {k: v for k, v in tensors.items() if k.startswith("log.")}
 
     def tensors(self):
-        return {**self.weights(), **optimizer_tensors(self.opt), **self.log}
+        return {**self.weights(), **optimizer_tensors(self.optimizer)}
 
     def load(self, tensors):
         "Take a state back."
-        load_module(self.net, tensors, "net.")
-        load_optimizer(self.opt, tensors)
-        self.log = {k: v for k, v in tensors.items() if k.startswith("log.")}
-
-# %% ../nbs/16_train_continual.ipynb #ab0ecc6f
-class ContinualValidated(ContinualModel):
-    "With a look at classes held out of meta-training."
-
-    def validate(self, n):
-        "A trajectory over classes held out of meta-training, and which mechanisms they use."
-        row = validate_continual(self.net, self.bank, self.norm, self.budget, self.seed, self.device)
-        return row | (dict(used=self.note_use(n)) if self.has_aim else {})
-
-    def note_use(self, n) -> int:
-        "Log which mechanisms the validation classes use; returns how many are in use, with a warning if they are one fixed set."
-        use = mechanism_use(self.net, self.bank, self.norm, "val", device=self.device)
-        self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
-        used, K = int((use["mask"] > 0).any(0).sum()), self.net.tail.layer.K
-        if used < min(K + 1, self.net.tail.layer.M):
-            warnings.warn(
-                f"step {n}: only {used} mechanisms are used by any validation image; AIM has collapsed to one fixed set."
-            )
-        return used
-
-# %% ../nbs/16_train_continual.ipynb #2b00df2d
-class ContinualTrainee(ContinualValidated):
-    "Meta-training."
-
-    def __init__(
-        self,
-        *args,
-        inner=20,  # images of a class, one SGD step each
-        random=64,  # images of any class in the meta-batch
-        n_classes=1,  # classes learnt in one outer step
-        lr_in=1e-2,  # of the inner loop
-        **kwargs,
-    ):
-        super().__init__(*args, **kwargs)
-        self.inner, self.random, self.n_classes, self.lr_in = inner, random, n_classes, lr_in
+        self.load_weights(tensors)
+        load_optimizer(self.optimizer, tensors)
 
     def images(self, rows, step, part):
         "A batch of normalised images, varied as the dataset's policy says."
-        return train_view(
-            self.bank.images[rows], self.norm, self.policy, torch_rng(self.seed, "augment", part, step)
-        ).to(self.device)
+        generator = torch_rng(self.seed, "augment", part, step)
+        return train_view(self.bank.images[rows], self.norm, self.policy, generator).to(self.device)
 
     def step(self, i):
         "One outer step."
         if i == 0 and self.has_aim:
             self.note_use(0)
-        redrawn, rng = self.protocol.meta_images == "redrawn", torch_rng(self.seed, "step", i)
-        b = draw_meta_batch(self.rows, self.seed, i, self.inner, self.random, self.protocol.meta_images, self.n_classes)
-        labels = lambda y: torch.as_tensor(y, device=self.device)
-        reset_rows(self.net.tail.fc, b.classes, self.protocol.row_reset, rng)
-        x, y = self.images(b.outer, i, "outer"), labels(b.outer_labels)
-        inner = dict(x_inner=self.images(b.inner, i, "inner"), y_inner=labels(b.inner_labels)) if redrawn else {}
-        loss, logits, _ = self.loss(x, y, generator=rng, n_inner=len(b.inner), **inner)
-        self.opt.zero_grad()
+        generator = torch_rng(self.seed, "step", i)
+        images = self.protocol.meta_images
+        batch = draw_meta_batch(self.rows, self.seed, i, self.inner, self.random, images, self.n_classes)
+        reset_rows(self.net.tail.fc, batch.classes, self.protocol.row_reset, generator)
+
+        x = self.images(batch.outer, i, "outer")
+        y = torch.as_tensor(batch.outer_labels, device=self.device)
+        more = dict(n_inner=len(batch.inner), generator=generator, lr=self.lr_in, order=self.protocol.order)
+        if images != "same":
+            more |= dict(x_inner=self.images(batch.inner, i, "inner"))
+            more |= dict(y_inner=torch.as_tensor(batch.inner_labels, device=self.device))
+        if hasattr(self.net, "row_masks"):
+            more |= dict(masks=[self.net.row_masks[rows].to(self.device) for rows in (batch.outer, batch.inner)])
+        if isinstance(self.net, OML):
+            loss, logits, _ = oml_loss(self.net, x, y, **more)
+        else:
+            loss, logits, _ = anml_loss(self.net, x, y, fast_set=self.protocol.fast_set, **more)
+
+        self.optimizer.zero_grad()
         loss.backward()
-        self.opt.step()
-        return self.scores(loss.detach(), logits.detach().argmax(-1) == y)
+        self.optimizer.step()
+        right = (logits.detach().argmax(-1) == y).float()
+        return dict(loss=loss.detach(), acc=right[: self.random].mean(), acc_new=right[self.random :].mean())
 
-    def loss(self, x, y, **kw):
-        "The meta-loss of this method."
-        kw.update(lr=self.lr_in, order=self.protocol.order)
-        return (
-            oml_loss(self.net, x, y, **kw)
-            if isinstance(self.net, OML)
-            else anml_loss(self.net, x, y, fast_set=self.protocol.fast_set, **kw)
-        )
+    def validate(self, n):
+        "A trajectory over validation classes, which mechanisms they use, and whether the network is constant."
+        row = validate_continual(self.net, self.bank, self.norm, self.budget, self.seed, self.device)
+        row["constant"] = self.is_constant()
+        if self.has_aim:
+            row["used"] = self.note_use(n)
+        return row
 
-    def scores(self, loss, hit):
-        "Loss, accuracy on random images, accuracy on the class just learnt."
-        return dict(loss=loss, acc=hit[: self.random].float().mean(), acc_new=hit[self.random :].float().mean())
+    def is_constant(self, n_images=200) -> bool:
+        "Whether different images have equal logits, to the last bit, and the first convolution has a gradient of exactly zero."
+        rows = np.array([r[0] for r in self.rows])
+        rows = rows[np.linspace(0, len(rows) - 1, min(n_images, len(rows))).astype(int)]
+        x = eval_view(self.bank.images[rows], self.norm, self.policy).to(self.device)
+        labels = torch.arange(len(x), device=self.device) % self.net.tail.fc.out_features
+        first = next(p for name, p in self.net.named_parameters() if name.endswith("conv.weight"))
+        masks = self.net.row_masks[rows].to(self.device) if hasattr(self.net, "row_masks") else None
+        with evaluating(self.net), torch.enable_grad():
+            logits = self.net(x, ranks=masks)
+            if not (logits == logits[0]).all():
+                return False
+            (gradient,) = torch.autograd.grad(F.cross_entropy(logits, labels), first)
+        return not gradient.any()
 
-# %% ../nbs/16_train_continual.ipynb #79816c26
-_TRAIN = dict(
-    all=("slow_set", "order", "norm", "inputs", "row_reset", "meta_images"), anml=("fast_set",), aim=("gate", "select")
-)
-_TEST = dict(
-    all=("protocol", "metatest_rate", "trajectories"),
-    anml=("metatest_update",),
-    aim=("metatest_update", "adam"),
-    linear=("metatest_update",),
-)
-
-
-def relevant(
-    method,
-    protocol,
-    of=(_TRAIN, _TEST),  # which switches
-) -> Protocol:
-    "The protocol with every switch that this method does not have at its default."
-    names = [n for table in of for part in ("all", *method.split("+")) for n in table.get(part, ())]
-    return Protocol(**{n: getattr(protocol, n) for n in names})
+    def note_use(self, n) -> int:
+        "Log which mechanisms the validation classes use; returns how many are in use."
+        use = mechanism_use(self.net, self.bank, self.norm, "val", device=self.device)
+        self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
+        return int((use["mask"] > 0).any(0).sum())
 
 
-def continual_identity(
-    dataset, method, seed, budget, protocol, data_sha, M=64, K=10, l=2, checkpoint="best", **others
-) -> dict:
+def died_at(history) -> int:
+    "The step of the validation at which a network is known to be dead, the second in a row at which it is constant; 0 for a live one."
+    rows = [dict(constant=False), *history]
+    return next((b["step"] for a, b in zip(rows, rows[1:]) if a.get("constant") and b.get("constant")), 0)
+
+# %% ../nbs/16_train_continual.ipynb #7dfe504d
+def continual_identity(dataset, method, seed, budget, protocol, data_sha, M=64, K=10, l=2, **others) -> dict:
     "The question that a run answers."
-    sizes = {"aim": dict(M=M, K=K, l=l), "linear": dict(M=M)}.get(method.partition("+")[2], {})
-    if check_choice("checkpoint", checkpoint, CHECKPOINTS) != CHECKPOINTS[0]:
-        others["checkpoint"] = checkpoint
+    layer = method.partition("+")[2]
+    sizes = {}
+    if layer == "aim":
+        sizes = dict(M=M, K=K, l=l if protocol.mask == "attended" else 0)
+    elif layer.startswith("linear"):
+        sizes = dict(M=M)
     return dict(
         task="continual",
         dataset=dataset,
@@ -246,15 +298,13 @@ def continual_identity(
 
 def training_checkpoints(identity):
     "The checkpoints of the meta-training behind a record."
-    b, protocol = identity["budget"], Protocol(**identity["protocol"])
-    own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "data_sha")} | dict(
-        parameters={k: v for k, v in identity["parameters"].items() if k != "checkpoint"}
-    )
-    few = dict(val_classes=b["classes"]) if 0 < b["classes"] < VAL_CLASSES else {}
-    return run_checkpoints(
-        "continual",
-        own | few | dict(width=b["width"], protocol=relevant(identity["method"], protocol, (_TRAIN,)).asdict()),
-    )
+    budget = identity["budget"]
+    protocol = relevant(identity["method"], Protocol(**identity["protocol"]), (_TRAIN,))
+    own = {k: identity[k] for k in ("task", "dataset", "method", "seed", "data_sha", "parameters")}
+    own |= dict(width=budget["width"], val_every=budget["val_every"], protocol=protocol.asdict())
+    if 0 < budget["classes"] < VAL_CLASSES:
+        own["val_classes"] = budget["classes"]
+    return run_checkpoints("continual", own)
 
 # %% ../nbs/16_train_continual.ipynb #d2ab0469
 METATEST = ("runs", "rates", "rate_runs", "classes")  # of a budget; 0 stands for the budget's own
@@ -273,37 +323,31 @@ def continual_budget(
         if type(n) is not int or n < least:
             raise AimError(f"{k}={n!r} should be a whole number of at least {least}, or 0 for the budget's own.")
     if 7 < asked.get("rates", 0) != 14:
-        raise AimError(f"rates={asked['rates']} is not known; choose 1 to 7, or 14 for the release's list.")
+        raise AimError(f"rates={asked['rates']} is not known; choose 1 to 7, or 14 for the authors' list.")
     return replace(budget if isinstance(budget, Budget) else named_budget(budget, "continual", dataset, steps), **asked)
 
 # %% ../nbs/16_train_continual.ipynb #4ec8d67c
-def sizes(net, aim_like=None) -> dict:
-    "Parameters of the network, of its layer and of the whole tail; for the baseline also those of the tail it stands in for."
-    count = lambda m: sum(p.numel() for p in m.parameters())
-    own = dict(
+def count(module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def sizes(trainee, M, K, l) -> dict:
+    "Parameters of the network, of its layer and of the whole tail; for a linear layer also those of the tail with AIM that it matches."
+    net = trainee.net
+    out = dict(
         parameters_all=count(net),
         parameters_layer=count(net.tail.layer),
         parameters_tail=count(net.tail),
         d_features=net.tail.fc.in_features,
     )
-    return own | (dict(parameters_tail_aim=count(aim_like.tail)) if aim_like is not None else {})
-
-
-def aim_twin(trainee, M, K, l):
-    "The OML+AIM network that a baseline is to be as large as, without its numbers."
-    t = trainee
-    with torch.device("meta"):
-        return OML(
-            input_shape(t.bank, t.protocol.inputs, t.policy),
-            t.net.tail.fc.out_features,
-            "aim",
-            norm=t.protocol.norm,
-            width=t.budget.width,
-            M=M,
-            K=K,
-            l=l,
-            gate=t.protocol.gate,
-        )
+    if trainee.method.startswith("oml+linear"):
+        shape = input_shape(trainee.bank, trainee.protocol.inputs, trainee.policy)
+        with torch.device("meta"):
+            twin = OML(
+                shape, net.tail.fc.out_features, "aim", width=trainee.budget.width, M=M, K=K, l=l, gate=trainee.protocol.gate
+            )
+        out["parameters_tail_aim"] = count(twin.tail)
+    return out
 
 
 def read_uses(log) -> dict:
@@ -313,7 +357,7 @@ def read_uses(log) -> dict:
         k: torch.stack([log[f"log.{n:07d}.{k}"] for n in at]) for k in ("score", "mask")
     }
 
-# %% ../nbs/16_train_continual.ipynb #3d5452a1
+
 def log_path(record) -> Path:
     "Where the log of mechanism use of a record's run lies."
     return runs_dir() / "logs" / f"continual-{record['key']}.safetensors"
@@ -326,27 +370,44 @@ def read_log(record) -> tuple:
 
 def save_log(record, trainee):
     "Write that log, for a network with AIM."
-    t, names = trainee, lambda split: [trainee.bank.class_names[c] for c in trainee.bank.classes(split)]
+    t = trainee
     final = mechanism_use(t.net, t.bank, t.norm, "test", classes=t.budget.classes, device=t.device)
     log = read_uses(t.log) | {f"test_{k}": v for k, v in final.items()}
-    save_tensors(
-        log_path(record),
-        log,
-        dict(
-            record=record["key"],
-            classes=names("val"),
-            test_classes=names("test")[: len(final["mask"])],
-            of="slow weights, before meta-test",
-        ),
-    )
+    names = {split: [t.bank.class_names[c] for c in t.bank.classes(split)] for split in ("val", "test")}
+    told = dict(record=record["key"], classes=names["val"], test_classes=names["test"][: len(final["mask"])])
+    save_tensors(log_path(record), log, told | dict(of="slow weights, before meta-test"))
 
-# %% ../nbs/16_train_continual.ipynb #2b328c63
-def train_continual(trainee, identity, fresh=None, callbacks=(), desc=""):
-    "Meta-train to the budget's end or from where it stopped; leaves the weights to be meta-tested in place."
-    ck, b, last = training_checkpoints(identity), trainee.budget, identity["parameters"].get("checkpoint") == "last"
-    history = run_loop(trainee, b.steps, b.val_every, ck, callbacks=callbacks, desc=desc, fresh=fresh)
-    if history.best_step != history.last["step"] and not last:
-        load_module(trainee.net, ck.best().tensors, "net.")
+# %% ../nbs/16_train_continual.ipynb #3d5452a1
+MILESTONES = (1000, 2000, 5000, 10_000, 20_000)
+
+
+def train_continual(trainee, checkpoints, fresh=None, callbacks=(), desc="", stop_if_dead=False):
+    "Meta-train to the budget's end, from where it stopped; leaves the weights to be meta-tested in place and returns the history."
+    warned = []
+
+    def stop_when(history):
+        step = died_at(history)
+        if step and not warned:
+            warnings.warn(
+                f"{desc}: dead since step {step:,} or before: every image gets the same logits, and no gradient reaches the first convolution."
+            )
+            warned.append(step)
+        return bool(step) and stop_if_dead
+
+    budget = trainee.budget
+    history = run_loop(
+        trainee,
+        budget.steps,
+        budget.val_every,
+        checkpoints,
+        callbacks=callbacks,
+        desc=desc,
+        fresh=fresh,
+        milestones=MILESTONES,
+        stop_when=stop_when,
+    )
+    if trainee.protocol.weights == "best" and history.best_step != history.last["step"]:
+        load_best(trainee, history, checkpoints)
     return history
 
 
@@ -355,8 +416,8 @@ def run_continual(
     method="oml+aim",
     seed=0,
     budget="quick",  # smoke | quick | paper | paper@N, or a Budget
-    protocol=Protocol(norm=USUAL_NORM),  # the switches
-    M=64,
+    protocol=None,  # the switches (None: the preset `ours`)
+    M=0,  # mechanisms (0: the preset's number)
     K=10,
     l=2,
     steps=0,
@@ -364,69 +425,75 @@ def run_continual(
     rates=0,
     rate_runs=0,  # of the search at meta-test: rates tried, trajectories for each
     classes=0,  # of the longest trajectory
-    checkpoint="best",  # which weights are meta-tested: best (by validation) | last
     data_root="",
     device="cpu",
     fresh=None,
     callbacks=(),
     notebook="30_continual",
+    stop_if_dead=False,  # end the training of a network that cannot recover
     **others,  # inner, random, n_classes, n_out, lr_in, lr_out of the trainee, where they are not the usual ones
 ) -> dict:
     "The record of one run: found if it was done before, else meta-trained, meta-tested and written."
     check_choice("method", method, CONTINUAL_METHODS)
     b = continual_budget(budget, dataset, steps, runs=runs, rates=rates, rate_runs=rate_runs, classes=classes)
-    bank, protocol = open_bank(dataset, data_root), relevant(method, protocol)
-    identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, checkpoint, **others)
+    bank = open_bank(dataset, data_root)
+    protocol = relevant(method, protocol or preset("ours", bank.name))
+    name, changed = nearest_preset(bank.name, method, protocol)
+    M = M or preset_size(name, bank.name)
+    if protocol.mask == "random" and protocol.metatest_update == "fast":
+        raise AimError("mask='random' draws by image, which the meta-test of all fast weights cannot; use metatest_update=head.")
+    if stop_if_dead:
+        others["stop_if_dead"] = True
+    identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **others)
     if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)):
         return found
+
+    others.pop("stop_if_dead", None)
     t = ContinualTrainee(bank, method, seed, b, protocol, M, K, l, device=pick_device(device), **others)
-    return _train_and_record(
-        t, identity, fresh, callbacks, notebook, aim_twin(t, M, K, l) if method == "oml+linear" else None
-    )
+    checkpoints = training_checkpoints(identity)
+    with checkpoints.lock():
+        desc = f"{dataset} {method} seed {seed}"
+        history = train_continual(t, checkpoints, fresh, callbacks, desc, stop_if_dead)
+        store = Store(store_path(content_key(identity)), t.net)
+        metrics = metatest(t.net, t.bank, t.norm, t.protocol, b, seed, store=store, device=t.device)
+        metrics |= dict(val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"])
+        metrics |= dict(best_step=history.best_step, last_step=history.last["step"], died_at=died_at(history))
+        metrics |= sizes(t, M, K, l)
+        if t.has_aim:
+            tested = history.best if protocol.weights == "best" else history.last
+            metrics["mechanisms_used"] = tested["used"]
+        record = new_record(
+            **{**identity, "budget": b, "protocol": protocol},
+            metrics=metrics,
+            history=history.rows(),
+            notebook=notebook,
+            seconds=history.seconds + store.seconds,
+            device=t.device,
+            preset=name,
+            changed=changed,
+        )
+        if t.has_aim:
+            save_log(record, t)
+        save_record(record)
+        store.path.unlink(missing_ok=True)
+    return record
 
-# %% ../nbs/16_train_continual.ipynb #d68130cf
-def _train_and_record(t, identity, fresh, callbacks, notebook, aim_like) -> dict:
-    "Meta-train, meta-test, write the record and the log of mechanism use."
-    name = f"{identity['dataset']} {t.method} seed {t.seed}"
-    history = train_continual(t, identity, fresh, callbacks, name)
-    store = Store(store_path(content_key(identity)), t.net)
-    metrics = metatest(t.net, t.bank, t.norm, t.protocol, t.budget, t.seed, store=store, device=t.device)
-    metrics |= dict(
-        val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"], best_step=history.best_step
-    ) | sizes(t.net, aim_like)
-    if t.has_aim:
-        metrics["mechanisms_used"] = (
-            history.last if identity["parameters"].get("checkpoint") == "last" else history.best
-        )["used"]
-    rec = new_record(
-        **{**identity, "budget": t.budget, "protocol": t.protocol},
-        metrics=metrics,
-        history=list(history),
-        notebook=notebook,
-        seconds=history.seconds + store.seconds,
-        device=t.device,
-    )
-    if t.has_aim:
-        save_log(rec, t)
-    save_record(rec)
-    store.path.unlink(missing_ok=True)
-    return rec
-
-# %% ../nbs/16_train_continual.ipynb #3e4bab9b
+# %% ../nbs/16_train_continual.ipynb #2b328c63
 def saved_weights(
     record,  # of `run_continual`
     which,  # best | last
 ):
     "The checkpoint with the weights of a record; those of another step are refused."
-    ck, best = training_checkpoints(record), check_choice("which", which, CHECKPOINTS) == "best"
+    checkpoints = training_checkpoints(record)
+    best = check_choice("which", which, SWITCHES["weights"]) == "best"
     step = record["metrics"]["best_step"] if best else record["history"][-1]["step"]
-    there = [s for s in ((ck.best(), ck.shipped()) if best else (ck.latest(),)) if s]
-    if not there:
-        raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
-    if found := next((s for s in there if s.step == step), None):
+    shipped = checkpoints.shipped()
+    if shipped and shipped.step == step:
+        return shipped
+    if found := checkpoints.weights(step):
         return found
     raise AimError(
-        f"{ck.dir} holds the weights of step {there[0].step:,} of another training, run {record['key']} has those of step {step:,}; set $AIM_RUNS to another folder and run it again to have them."
+        f"the weights of step {step:,} of run {record['key']} are not in {checkpoints.dir}; run it again to have them."
     )
 
 
@@ -435,18 +502,16 @@ def load_continual(
     data_root="",
     which="",  # best | last ("": as the record was meta-tested)
 ):
-    "The network of a finished run, from its checkpoints."
-    saved = saved_weights(record, which or record["parameters"].get("checkpoint", "best"))
-    q, trained = dict(record["parameters"]), ContinualModel
-    size = {k: q.pop(k) for k in ("M", "K", "l") if k in q}
-    t = trained(
+    "The network of a finished run, from its checkpoints, and its trainee."
+    saved = saved_weights(record, which or record["protocol"]["weights"])
+    parameters = {k: v for k, v in record["parameters"].items() if k != "stop_if_dead"}
+    t = ContinualTrainee(
         open_bank(record["dataset"], data_root),
         record["method"],
         record["seed"],
         Budget(**record["budget"]),
         Protocol(**record["protocol"]),
-        **size,
-        n_out=q.get("n_out", 0),
+        **parameters,
     )
     load_module(t.net, saved.tensors, "net.")
     return t.net.eval(), t
@@ -460,9 +525,12 @@ def describe_continual(
     M=64,
     K=10,
     l=2,
+    method="oml+aim",  # whose switches are named
 ) -> str:
     "The banner of a run: data, budget, switches, and whether it can be compared with the paper."
     b = budget
+    name, changed = nearest_preset(dataset, method, protocol)
+    switches = f"preset {name}" + "".join(f", {k}={v}" for k, v in changed.items())
     same = comparability("continualz", dict(dataset=dataset, method="oml", n_classes=10), b.asdict())
     word = {
         "yes": "comparable with the paper",
@@ -473,12 +541,14 @@ def describe_continual(
     lines = [
         f"{dataset}, budget {b.name}: {b.steps:,} meta-training steps (paper 20,000), {width}.",
         f"Meta-test: {b.runs} runs, {b.rates} rates x {b.rate_runs} trajectories to choose from, {'all classes' if not b.classes else f'at most {b.classes} classes'}; AIM: M={M}, K={K}, l={l}.",
-        f"Switches moved from where these runs usually have them: {', '.join(f'{k}={v}' for k, v in moved(protocol).items()) or 'none'}. {n_runs} runs to make or find; {word}.",
+        f"Switches: {switches}. {n_runs} runs, finished ones are reused; {word}.",
     ]
     return "\n".join(lines + banners(protocol, dataset))
 
 # %% ../nbs/16_train_continual.ipynb #5d4b8584
-LEARNS = dict(head="only the output layer learns", fast="all fast weights learn")  # at meta-test
+LEARNS = dict(
+    head="only the output layer learns", fast="all fast weights learn", means="nothing learns: class means"
+)  # at meta-test
 
 
 def _at_end(record):
