@@ -162,7 +162,7 @@ class ContinualTrainee:
         lr_out=1e-3,  # Adam's
         device="cpu",
     ):
-        check_precision(protocol.precision, device)
+        check_precision(protocol.precision, torch.device(device).type)
         self.bank = bank
         self.method = method
         self.seed = seed
