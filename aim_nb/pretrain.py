@@ -302,29 +302,30 @@ def train_backbone(
     "Pretrain `net` and keep its best epoch."
     i, kept = identity, run_checkpoints("pretrain", identity)
     trainee = Pretrainer(net, bank, i["epochs"], i["schedule"], i["seed"], i["batch"], i["val_episodes"], device)
-    history = run_loop(
-        trainee,
-        total_steps(*trainee.plan),
-        trainee.batches.per_epoch,
-        kept,
-        callbacks=callbacks,
-        fresh=fresh,
-        desc=f"pretrain {i['backbone']} on {bank.name}",
-    )
-    if (best := kept.best()) is None and backbone_file(i).exists():
-        return backbone_file(i)  # another process has finished it meanwhile
-    weights = best.tensors
-    told = dict(
-        identity=i,
-        sha=tensors_sha(weights)[:12],
-        accuracy=history.best["accuracy"],
-        best_step=history.best["step"],
-        steps=history.last["step"],
-        seconds=history.seconds,
-        history=list(history),
-    )
-    path = save_tensors(backbone_file(i), weights, told)
-    kept.clear()  # the result is safe, so the way to it can go
+    with kept.lock():
+        if backbone_file(i).exists() and not fresh:
+            return backbone_file(i)  # another process has finished it meanwhile
+        history = run_loop(
+            trainee,
+            total_steps(*trainee.plan),
+            trainee.batches.per_epoch,
+            kept,
+            callbacks=callbacks,
+            fresh=fresh,
+            desc=f"pretrain {i['backbone']} on {bank.name}",
+        )
+        weights = kept.weights(history.best_step).tensors
+        told = dict(
+            identity=i,
+            sha=tensors_sha(weights)[:12],
+            accuracy=history.best["accuracy"],
+            best_step=history.best_step,
+            steps=history.last["step"],
+            seconds=history.seconds,
+            history=history.rows(),
+        )
+        path = save_tensors(backbone_file(i), weights, told)
+        kept.clear()  # the result is safe, so the way to it can go
     return path
 
 # %% ../nbs/16_pretrain.ipynb #829a0f63

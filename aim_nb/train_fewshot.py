@@ -30,7 +30,7 @@ from aim_nb.core import (
 from .core import budget as named_budget
 from .evaluate_fewshot import evaluate, pack_hits
 from .fused import block_length, episodes, moving_queries
-from .loop import load_module, module_tensors, run_loop, wants_fresh
+from .loop import load_best, load_module, module_tensors, run_loop, wants_fresh
 from .paper import hyper
 from .pretrain import feature_bank, features_from_arrays, pretrained_backbone
 from .records import find_record, new_record, save_record
@@ -373,7 +373,7 @@ def make_layer(method, d_in, d_out=0, M=32, K=8, l=2, protocol=Protocol(), seed=
     if method == "sib":
         return Identity(d_in)
     decision = "soft" if protocol.decision == "soft" else "hard"  # soft-test is hard in training
-    mask = getattr(protocol, "mask", "attended") if method == "sib+aim" else "attended"
+    mask = protocol.mask if method == "sib+aim" else "attended"
     if protocol.decision == "soft-test" and method == "sib+aim":
         check_soft(protocol.gate, mask)
     aim = AIM(
@@ -414,7 +414,10 @@ def score_last_and_best(trainee, history, checkpoints, episodes, decision=None) 
     "Test the last and the best weights; leaves the best ones in place."
     last, best = trainee.score("test", episodes, decision), None
     if history.best_step != history.last["step"]:
-        trainee.load_weights(checkpoints.best().tensors if checkpoints else trainee.best[1])
+        if checkpoints:
+            load_best(trainee, history, checkpoints)
+        else:
+            trainee.load_weights(trainee.best[1])
         best = trainee.score("test", episodes, decision)
     best = best or last
     return dict(
@@ -553,13 +556,12 @@ _MATTERS = dict(
 
 def relevant(method, protocol) -> Protocol:
     "The protocol with every switch that this method does not have at its default."
-    own = [k for k in _MATTERS[method.split("+")[-1]] if hasattr(protocol, k)]
-    return type(protocol)(**{k: getattr(protocol, k) for k in own})
+    return Protocol(**{k: getattr(protocol, k) for k in _MATTERS[method.split("+")[-1]]})
 
 
 def fewshot_identity(dataset, method, seed, budget, protocol, data_sha, backbone, M, K, l, **others) -> dict:
     "The question that a run answers."
-    if protocol.decision == "soft" or getattr(protocol, "mask", "attended") != "attended":
+    if protocol.decision == "soft" or protocol.mask != "attended":
         l = 0  # it plays no part
     sizes = {"sib": {}, "sib+linear": dict(M=M), "sib+aim": dict(M=M, K=K, l=l)}[method]
     return dict(
@@ -660,6 +662,12 @@ def run_fewshot(
 # %% ../nbs/16_train_fewshot.ipynb #c48e3c29
 def _train_and_record(identity, features, info, bank, b, protocol, device, fresh, callbacks, notebook) -> dict:
     "Train, test, write the record and the log of mechanism use."
+    with training_checkpoints(identity).lock() as checkpoints:
+        return _record_of(checkpoints, identity, features, info, bank, b, protocol, device, fresh, callbacks, notebook)
+
+
+def _record_of(checkpoints, identity, features, info, bank, b, protocol, device, fresh, callbacks, notebook) -> dict:
+    "The record, while the run's folder is held."
     q = identity["parameters"]
     r = train_fewshot(
         features,
@@ -675,7 +683,7 @@ def _train_and_record(identity, features, info, bank, b, protocol, device, fresh
         q["n_way"],
         q["n_query"],
         callbacks=callbacks,
-        checkpoints=training_checkpoints(identity),
+        checkpoints=checkpoints,
         fresh=fresh,
         device=device,
         desc=f"{identity['dataset']} {identity['method']} {q['n_shot']}-shot seed {identity['seed']}",
@@ -684,7 +692,7 @@ def _train_and_record(identity, features, info, bank, b, protocol, device, fresh
     rec = new_record(
         **{**identity, "budget": b, "protocol": relevant(identity["method"], protocol)},
         metrics=metrics,
-        history=list(r.history),
+        history=r.history.rows(),
         notebook=notebook,
         seconds=r.history.seconds,
         device=device,
@@ -710,8 +718,10 @@ def load_fewshot(
     "Layer and head of a finished run, from its checkpoints."
     q, m, protocol = record["parameters"], record["metrics"], Protocol(**record["protocol"])
     ck = training_checkpoints(record)
-    saved = ck.best() or ck.shipped() if check_choice("which", which, ("best", "last")) == "best" else ck.latest()
-    if saved is None:
+    best = check_choice("which", which, ("best", "last")) == "best"
+    step = m["best_step"] if best else record["history"][-1]["step"]
+    saved = ck.weights(step) or ck.shipped()
+    if saved is None or saved.step != step:
         raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
     layer = make_layer(record["method"], m["d_in"], q["d_out"], q.get("M", 32), q.get("K", 8), q.get("l", 0), protocol)
     head = SIBHead(layer.d_out, q["n_way"], protocol.sib_steps)
