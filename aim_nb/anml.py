@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 import torch.nn.functional as F
-from .backbones import InstanceNorm, make_backbone, pool2
-from .core import AimError, check_choice
+from .backbones import InstanceNorm, cast_convolutions, make_backbone, pool2
+from .core import check_choice
 from .oml import FastTail, Tail, draw_all_ranks, explicit_logits, linear, make_layer, reduced
 
 # %% auto #0
@@ -30,12 +30,14 @@ class ANML(nn.Module):
         norm="affine",  # affine | instance
         width=112,  # channels of NM; P has 256/112 times as many
         generator=None,  # for every initial weight
+        precision="float32",  # of NM's and P's convolutions: float32 | bf16
         **aim,
     ):  # M, K, l, gate, select
         super().__init__()
         width = width or 112
-        self.nm = make_backbone("anml-nm", shape, norm=norm, width=width, generator=generator)
-        self.p = make_backbone("anml-p", shape, norm=norm, width=round(width * 256 / 112), generator=generator)
+        kwargs = dict(norm=norm, generator=generator, precision=precision)
+        self.nm = make_backbone("anml-nm", shape, width=width, **kwargs)
+        self.p = make_backbone("anml-p", shape, width=round(width * 256 / 112), **kwargs)
         self.gate = linear(self.nm.d_out, self.p.d_out, generator)
         make, d = make_layer(layer, n_out, generator, **aim), self.p.d_out
         self.tail = Tail(d, n_out, make, d_reduce=reduced(d) if layer else 0, relu=False, generator=generator)
@@ -200,7 +202,10 @@ class FastLastNorm:
         self.fast = {k: v.detach().clone().requires_grad_() for k, v in self.slow.items()}
 
     def below(self, x):
-        return self.last.conv(self.p.blocks[:-1](x))
+        "The input of the last normalisation (B, C, h, w), float32 whatever the precision of the convolutions."
+        with cast_convolutions(x, self.p.precision):
+            u = self.last.conv(self.p.blocks[:-1](x))
+        return u.to(x.dtype)
 
     def above(self, u, weights):
         return pool2(functional_call(self.last.norm, weights, (u,)), self.last.pool).flatten(1)
