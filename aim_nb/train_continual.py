@@ -344,7 +344,14 @@ def sizes(trainee, M, K, l) -> dict:
         shape = input_shape(trainee.bank, trainee.protocol.inputs, trainee.policy)
         with torch.device("meta"):
             twin = OML(
-                shape, net.tail.fc.out_features, "aim", width=trainee.budget.width, M=M, K=K, l=l, gate=trainee.protocol.gate
+                shape,
+                net.tail.fc.out_features,
+                "aim",
+                width=trainee.budget.width,
+                M=M,
+                K=K,
+                l=l,
+                gate=trainee.protocol.gate,
             )
         out["parameters_tail_aim"] = count(twin.tail)
     return out
@@ -441,7 +448,9 @@ def run_continual(
     name, changed = nearest_preset(bank.name, method, protocol)
     M = M or preset_size(name, bank.name)
     if protocol.mask == "random" and protocol.metatest_update == "fast":
-        raise AimError("mask='random' draws by image, which the meta-test of all fast weights cannot; use metatest_update=head.")
+        raise AimError(
+            "mask='random' draws by image, which the meta-test of all fast weights cannot; use metatest_update=head."
+        )
     if stop_if_dead:
         others["stop_if_dead"] = True
     identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **others)
