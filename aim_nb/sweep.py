@@ -452,7 +452,7 @@ def backbone_seconds(run) -> float:
 
 def training_seconds(run) -> float:
     "Meta-training with its validations, on given features."
-    b, s, (_, _, px, d) = budget_of(run), full(run), sizes_of(run)
+    b, s, d = budget_of(run), full(run), sizes_of(run)[3]
     if run.task == "continual":
         return b.steps * COST["outer"][_costs_as(s["method"])] * continual_scale(run)
     more = (s["K"] / 8) ** 0.42 if s["method"] == "sib+aim" else 1
@@ -476,9 +476,9 @@ def testing_seconds(run) -> float:
     b, s = budget_of(run), full(run)
     if run.task == "fewshot":
         return b.test_episodes * COST["episode"][s["method"]][sizes_of(run)[3]]
-    family, _, layer = _costs_as(s["method"]).partition("+")
-    is_fast = layer and s["protocol"].get("metatest_update") == "fast"
-    step = COST["fast"][family] if is_fast else COST["head"][_costs_as(s["method"])]
+    method = _costs_as(s["method"])
+    is_fast = method != "oml" and s["protocol"].get("metatest_update") == "fast"  # OML's output layer is all that is fast
+    step = COST["fast"][method.partition("+")[0]] if is_fast else COST["head"][method]
     return metatest_classes(run) * LONGEST.get(s["dataset"], (20, 30))[1] * step * continual_scale(run)
 
 

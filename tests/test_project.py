@@ -12,6 +12,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from aim_nb.cli import parameters_of
+
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(p for p in (ROOT / "nbs").glob("*.ipynb"))
 EXPERIMENTS = [p for p in NOTEBOOKS if re.match(r"[23]\d_", p.name)]
@@ -97,6 +99,7 @@ def test_imports_stand_alone(path):
 def test_parameters_are_plain_literals_with_a_comment_each(path):
     cells = tagged(read(path), "parameters")
     assert len(cells) == 1
+    names = []
     for line in filter(str.strip, cells[0].source.splitlines()):
         if line.startswith("#"):
             continue
@@ -104,6 +107,10 @@ def test_parameters_are_plain_literals_with_a_comment_each(path):
         assert isinstance(node, ast.Assign) and len(node.targets) == 1, f"one literal a line: {line}"
         assert isinstance(ast.literal_eval(node.value), (str, int, float, bool)), f"plain literals only: {line}"
         assert re.search(r"\s#\s*\S+", line), f"a trailing comment each: {line}"
+        names.append(node.targets[0].id)
+    assert list(parameters_of(path)) == names, (
+        "papermill cannot read a line, such as one with a second = in its comment"
+    )
 
 
 @each_experiment
