@@ -23,9 +23,9 @@ __all__ = ['ALL', 'SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'spar
            'use_entropy', 'class_overlap', 'mean_overlap', 'nearest_classes', 'overlap_figure', 'attention_gap',
            'attention_roughness', 'mask_numbers', 'activation_numbers', 'bank_of', 'validation_features', 'layer_at',
            'slow_attention', 'pack', 'unpack', 'picture_arrays', 'activation_record', 'activation_identity', 'slow_log',
-           'fewshot_activation', 'run_with_log', 'continual_activation', 'spare_longer', 'run_continual_with_log',
-           'number_rows', 'read_activation', 'first_last', 'mask_name', 'short_name', 'without', 'Explorer', 'explorer',
-           'look_figure']
+           'fewshot_activation', 'run_with_log', 'continual_activation', 'spare_longer', 'restore_log',
+           'run_continual_with_log', 'number_rows', 'read_activation', 'first_last', 'mask_name', 'short_name',
+           'without', 'Explorer', 'explorer', 'look_figure']
 
 # %% ../nbs/17_activation.ipynb #fd4f15df
 def class_masks(
@@ -339,10 +339,25 @@ def spare_longer(
         )
 
 
+def restore_log(record, data_root="") -> bool:
+    "Write a continual run's log again from its kept weights; returns False where they are not here."
+    is_best = record["protocol"]["weights"] == "best"
+    step = record["metrics"]["best_step" if is_best else "last_step"]
+    saved = train_continual.training_checkpoints(record).weights(step)
+    if saved is None:
+        return False
+    _, trainee = train_continual.load_continual(record, data_root)
+    trainee.load_weights(saved.tensors)
+    train_continual.save_log(record, trainee)
+    return True
+
+
 def run_continual_with_log(**run) -> dict:  # as `run_continual` takes them, a method with AIM
-    "The record of a run whose activation can be looked at: trained again where only the record is here."
+    "The record of a run whose activation can be looked at: where only the record is here, its log is restored or the run trained again."
     record = train_continual.run_continual(**run)
     if find_record(activation_identity(record, "slow")) or train_continual.log_path(record).exists():
+        return record
+    if restore_log(record, run.get("data_root", "")):
         return record
     spare_longer(record)
     print(f"the record of {run['method']} is here, its log is not: it is trained again")

@@ -336,6 +336,9 @@ def _by_data(dataset, drawings, photographs):
     return drawings if dataset in _DRAWINGS else photographs
 
 
+_FEWSHOT_ALONE = ("decision", "sib_steps", "aim_update", "adapt", "heatmap")
+
+
 def preset(
     name="ours",  # ours | release | paper
     dataset="omniglot",
@@ -346,6 +349,9 @@ def preset(
     unknown = [k for k in changes if k not in SWITCHES]
     if unknown:
         raise AimError(f"There is no switch {unknown[0]!r}; the switches are {', '.join(SWITCHES)}.")
+    other = [k for k in changes if k in _FEWSHOT_ALONE]
+    if other:
+        raise AimError(f"The switch {other[0]!r} belongs to few-shot runs; a continual run does not have it.")
     redrawn = _by_data(dataset, "same", "redrawn")
     values = dict(
         release=dict(
@@ -422,6 +428,8 @@ def parse_switches(
             near = difflib.get_close_matches(name, SWITCHES, 1)
             hint = f"did you mean {near[0]}?" if near else f"the switches are {', '.join(SWITCHES)}."
             raise AimError(f"switches: {word!r} is not name=value with a known name; {hint}")
+        if name in out:
+            raise AimError(f"switches: {name} is given twice; name it once.")
         known = {str(v): v for v in SWITCHES[name]}
         out[name] = known[check_choice(name, value, known)]
     return out

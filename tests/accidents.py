@@ -10,7 +10,7 @@ from tqdm import auto, std
 from aim_nb import bank_files, checkpoints, loop, pretrain, records, train_continual, train_fewshot
 from aim_nb.checkpoints import _raw as raw, load_tensors
 from aim_nb.evaluate_continual import MetaTest
-from aim_nb.core import AimError, Budget, numpy_rng, progress
+from aim_nb.core import AimError, Budget, numpy_rng, preset, progress
 
 METHODS = ("sib+aim", "oml+aim", "anml+aim")
 FEWSHOT = Budget("tiny", "fewshot", steps=24, val_every=8, val_episodes=6, test_episodes=8, pretrain_epochs=3, views=2)
@@ -55,8 +55,8 @@ def experiment(method, root, **kw):
     kw = dict(dataset="glyphs", method=method, M=6, K=2, l=1, data_root=str(root)) | kw
     if method == "sib+aim":
         return train_fewshot.run_fewshot(backbone="conv4", budget=FEWSHOT, d_out=12, n_query=5, **kw)
-    if method == "anml+aim":
-        kw["protocol"] = train_continual.Protocol(metatest_update="fast")
+    switches = dict(metatest_update="fast") if method == "anml+aim" else dict(weights="best")
+    kw.setdefault("protocol", preset("ours", "glyphs", **switches))
     return train_continual.run_continual(budget=CONTINUAL, inner=3, random=8, n_out=20, **kw)
 
 
@@ -117,7 +117,7 @@ def fingerprint(tensors, meta):
 
 
 def note_states(path):
-    "Write a line for each state that a run passes through, before and after each validation: the run's folder, the step, a fingerprint."
+    "Write a line for each state that a run passes through, before and after each validation and milestone: the run's folder, the step, a fingerprint."
 
     def noted(act):
         def wrapped(self):
@@ -131,7 +131,8 @@ def note_states(path):
 
         return wrapped
 
-    loop.Loop.step, loop.Loop.validate = noted(loop.Loop.step), noted(loop.Loop.validate)
+    for name in ("step", "validate", "reach_milestone"):
+        setattr(loop.Run, name, noted(getattr(loop.Run, name)))
 
 
 def die():
@@ -139,7 +140,7 @@ def die():
 
 
 PLACES = {
-    "step": (loop.Loop, "step"),
+    "step": (loop.Run, "step"),
     "write": (checkpoints, "_raw"),
     "sync": (os, "fsync"),
     "rename": (os, "replace"),
@@ -268,12 +269,20 @@ def plain(meta):
     return [plain(v) for v in meta] if isinstance(meta, list) else meta
 
 
+def before_newest(folder):
+    "States of a run before its newest, and the weights that only these need. Ctrl-C saves where no other run does, so their names differ; `strange` judges what the states hold."
+    states = sorted(folder.glob("step-*"))
+    if not states:
+        return []
+    history = load_tensors(states[-1])[1]["meta"]["history"]
+    needed = loop.weights_named(loop.History(**history))
+    return [*states[:-1], *(p for p in folder.glob("weights-*") if int(p.stem.rpartition("-")[2]) not in needed)]
+
+
 def left(folder):
     "Everything in the runs of `folder` that matters, by name: tensors, arrays, records without their circumstances. The way to a finished backbone does not; a run that stops between the two leaves it behind."
     runs, out = Path(folder) / "runs", {}
-    older = [
-        p for d in runs.glob("checkpoints/*") for p in sorted(d.glob("step-*"))[:-1]
-    ]  # Ctrl-C saves where no other run does, so their names differ; `strange` judges what they hold
+    older = [p for d in runs.glob("checkpoints/*") for p in before_newest(d)]
     for p in sorted(
         p
         for p in runs.rglob("*")

@@ -145,7 +145,7 @@ def test_two_processes_and_ctrl_c(tmp_path):
     assert code == 2 and f"process {first.pid} is running this experiment already" in text.splitlines()[-1]
     first.kill(signal.SIGINT)
     assert first.wait() == 130  # the interrupt is handed on
-    assert "saved; run the same command again to go on." in first.text
+    assert "saved; run the same command again to resume." in first.text
     done = Checkpoints(folder, dict(kind="net")).latest().step
     assert done >= 5
     second = worker(folder, steps=2000, kind="slow", name="second")
@@ -372,7 +372,7 @@ def test_a_longer_training_is_not_advised_away(tmp_path):
     run_loop(Count(), 5, checkpoints=files)
     with pytest.raises(
         AimError,
-        match=r"is at step 5 already, past the 3 asked for; .* set \$AIM_RUNS to another folder .*\(--fresh would delete the longer training\)\.$",
+        match=r"is at step 5 already and has no weights of step 3 any more; ask for one of 5 or for more steps, or set \$AIM_RUNS to another folder .*\(--fresh would delete the longer training\)\.$",
     ):
         run_loop(Count(), 3, checkpoints=files)
     assert files.latest().step == 5

@@ -1,6 +1,6 @@
 "Continual learning as a whole: orders of the meta-gradient, lock step, deferred Adam, protocols, resumption, a baseline that learns."
 
-import itertools, os
+import itertools, math, os
 import numpy as np
 import pytest
 import torch
@@ -12,9 +12,8 @@ from aim_nb.anml import ANML, anml_loss
 from aim_nb.bank_sources import find_source
 from aim_nb.banks import bank_dir, open_bank
 from aim_nb.checkpoints import shipped_record, tensors_sha
-from aim_nb.core import AimError, CONTINUAL_METHODS, Budget, Protocol, torch_rng
+from aim_nb.core import AimError, CONTINUAL_METHODS, PRESETS, Budget, Protocol, parse_switches, preset, torch_rng
 from aim_nb.oml import OML, Tail, oml_loss
-from aim_nb.tables import variant
 from aim_nb.tasks import draw_trajectory
 
 AIM_SIZE = dict(M=6, K=2, l=1, d_h=5, d_k=4)
@@ -42,6 +41,7 @@ class Blobs:
 
     def __init__(self, n=30, each=12, noise=25):
         self.n, self.each, self.class_names = n, each, [f"class {c}" for c in range(n)]
+        self.labels = np.repeat(np.arange(n), each)
         centre = 60 * torch.randn(n, 1, 7, 7, 1, generator=torch_rng("centre")).repeat_interleave(
             4, 2
         ).repeat_interleave(4, 3)
@@ -290,30 +290,32 @@ def test_release_trajectories_on_real_omniglot(omniglot):
 
 
 def test_rates_are_chosen_without_test_images(bank):
-    calls = []
+    calls = set()
+
+    def near(rate, best):
+        return 50 - abs(math.log10(rate / best))
 
     class Spy(ec.MetaTest):
+        "What is seen of test classes would choose another rate: on test images, and on any image where there are enough validation classes."
+
         def outcomes(self, stream, jobs, ns, desc=""):
-            calls.append((stream, tuple(ns)))
-            own = (
-                1 if stream == "val" else -1
-            )  # what is seen of test classes would choose the other rate: on test images, and on any image where there are enough validation classes
+            calls.update((stream, n) for n in ns)
+            test = 2e-3 if stream == "val" else 2e-4
             return {
-                (r, i): ec.Outcome([r * 1e4 if n > 5 else own * r * 1e4 for n in ns], [own * r * 1e4] * len(ns), [])
+                (r, i): ec.Outcome([near(r, 2e-3 if n > 5 else test) for n in ns], [near(r, test)] * len(ns), [])
                 for r, i in jobs
             }
 
-    spy = Spy(None, bank, NORM)
-    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 5, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {
-        1e-3
-    } and calls == [("val", (3, 5)), ("test", (3, 5, 8))]
-    spy = Spy(None, bank, NORM, Protocol(metatest_rate="release"))
-    assert set(ec.choose_rates(ec.rate_scores(spy, (3, 8), (1e-3, 1e-4), 2), spy.protocol).values()) == {
-        1e-4
-    }  # the release looks at the test images
+    def chosen(ns, **switches):
+        spy = Spy(None, bank, NORM, Protocol(**switches))
+        return ec.choose_rates(ec.rate_scores(spy, ns, (6e-3, 2e-3, 6e-4), 2), spy.protocol)
+
+    assert chosen((3, 5, 8)) == {3: 2e-3, 5: 2e-3, 8: 2e-3}
+    assert calls == {("val", 3), ("val", 5), ("test", 8)}
+    assert chosen((3, 8), metatest_rate="test") == {3: 2e-4, 8: 2e-4}  # the authors look at the test images
 
 
-@pytest.mark.parametrize("said, switch", [(1, dict(protocol="release")), (1, dict(metatest_rate="release")), (0, {})])
+@pytest.mark.parametrize("said, switch", [(0, dict(protocol="release")), (1, dict(metatest_rate="test")), (0, {})])
 def test_a_rate_chosen_on_test_images_is_said_aloud(bank, capsys, said, switch):
     b = Budget("smoke", "continual", 0, 0, runs=1, rates=1, rate_runs=1, classes=4)
     ec.metatest(OML((1, 28, 28), 20, width=4, generator=torch_rng(1)), bank, NORM, Protocol(**switch), b)
@@ -340,6 +342,7 @@ def test_metrics_of_a_meta_test(bank, trajectories, tmp_path):
 
 def test_the_runs_use_the_trajectories_of_the_search_for_rates(bank, monkeypatch):
     "Each trajectory that goes to the end is run once, and an outcome that is used again is the one of a run of its own."
+    monkeypatch.setattr(ec, "next_rate", lambda best, tried: None)
     ran, run = [], ec.MetaTest.run
     monkeypatch.setattr(
         ec.MetaTest,
@@ -365,7 +368,7 @@ def test_the_runs_use_the_trajectories_of_the_search_for_rates(bank, monkeypatch
 # --- meta-training -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_collapse_is_said(bank):
+def test_a_collapse_is_in_the_history(bank):
     "Killed runs are in `test_kills`; here: one fixed set of K mechanisms for every image is no attention any more."
     from aim_nb.train_continual import ContinualTrainee
 
@@ -375,8 +378,7 @@ def test_collapse_is_said(bank):
     with torch.no_grad():
         t.net.tail.layer.h.zero_()
         t.net.tail.layer.W_Q.zero_()  # all scores one half: everybody takes the same K
-    with pytest.warns(UserWarning, match="only 2 mechanisms are used .* collapsed"):
-        assert t.note_use(0) == 2
+    assert t.validate(0)["used"] == 2
 
 
 @pytest.mark.parametrize("order", ["first", "second"])
@@ -413,7 +415,7 @@ def test_the_baseline_learns(bank):
     t = ContinualTrainee(bank, "oml+linear", 0, b, M=4, K=2, l=0, inner=5, random=16, n_out=30)
     losses = [float(t.step(i)["loss"]) for i in range(40)]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
-    assert ec.validate_continual(t.net, bank, NORM, b, rates=(1e-2, 3e-3))["accuracy"] > 2 * 100 / 5
+    assert ec.validate_continual(t.net, bank, NORM, b)["accuracy"] > 2 * 100 / 5
 
 
 def test_which_weights_are_meta_tested(tmp_path, monkeypatch):
@@ -429,14 +431,16 @@ def test_which_weights_are_meta_tested(tmp_path, monkeypatch):
         ],
     )
     b = Budget("tiny", "continual", steps=3, val_every=1, width=4, runs=1, rates=1, rate_runs=1, classes=4)
-    best, last = (tc.run_continual("glyphs", "oml", 0, b, checkpoint=c) for c in ("best", "last"))
+    best, last = (
+        tc.run_continual("glyphs", "oml", 0, b, preset("ours", "glyphs", weights=which)) for which in ("best", "last")
+    )
     assert (
         best["metrics"]["best_step"] == last["metrics"]["best_step"] == 1
         and best["history"] == last["history"]
         and len(set(seen)) == 2
     )
     assert [tensors_sha(tc.load_continual(r)[0].state_dict()) for r in (best, last)] == seen
-    assert variant(last) == "checkpoint=last" and not variant(best)
+    assert (best["preset"], best["changed"]) == ("ours", dict(weights="best")) and not last["changed"]
 
 
 # --- trainings of all lengths share a folder -----------------------------------------------------------------------------------------------
@@ -480,44 +484,46 @@ def test_an_easier_validation_chooses_nothing_here(shared):
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
-def test_weights_of_another_training_are_refused(shared, which):
-    short = shared(1, checkpoint=which)
+def test_weights_are_those_of_the_record_or_refused(shared, which):
+    protocol = preset("ours", "glyphs", weights=which)
+    short = shared(1, protocol=protocol)
     mine = tensors_sha(tc.load_continual(short)[0].state_dict())
-    long = shared(2, checkpoint=which)
+    long = shared(2, protocol=protocol)
     assert tensors_sha(tc.load_continual(long)[0].state_dict()) != mine
-    with pytest.raises(
-        AimError,
-        match=f"holds the weights of step 2 of another training, run {short['key']} has those of step 1; set .AIM_RUNS",
-    ):
-        tc.load_continual(short)
-    again = shared(1, checkpoint=which, fresh=True)
+    assert tensors_sha(tc.load_continual(short)[0].state_dict()) == mine, "a longer training keeps them"
+    again = shared(1, protocol=protocol, fresh=True)
     assert tensors_sha(tc.load_continual(again)[0].state_dict()) == mine
-    with pytest.raises(AimError, match="holds the weights of step 1 of another training"):
+    with pytest.raises(AimError, match=f"the weights of step 2 of run {long['key']} are not in .*; run it again"):
         tc.load_continual(long)
 
 
 def test_a_shipped_model_stands_in_for_a_folder_of_another_training(monkeypatch, tmp_path):
     monkeypatch.setenv("AIM_RUNS", str(tmp_path))
     rec = shipped_record("continual")
-    tc.training_checkpoints(rec).save_best(400, {"net.x": torch.ones(1)})
+    tc.training_checkpoints(rec).save_weights(400, {"net.x": torch.ones(1)})
     assert tc.saved_weights(rec, "best").step == rec["metrics"]["best_step"]
 
 
-def test_a_lost_log_costs_no_longer_training(shared):
+def test_a_lost_log_costs_no_training(shared):
+    "It is kept with the weights of its step, also under a longer training; without them that is spared."
     short, long = shared(1, "oml+aim"), shared(2, "oml+aim")
-    ck = tc.training_checkpoints(long)
+    ck, logs = tc.training_checkpoints(long), {}
     for r in (short, long):
+        logs[r["key"]] = tc.read_log(r)
         tc.log_path(r).unlink()
+    for steps, r in ((1, short), (2, long)):
+        assert shared(steps, "oml+aim", call=activation.run_continual_with_log) == r
+        (tensors, told), (before, as_told) = tc.read_log(r), logs[r["key"]]
+        assert told == as_told and tensors_sha(tensors) == tensors_sha(before)
+    assert ck.latest().step == 2
+    tc.log_path(short).unlink()
+    ck._weights_path(1).unlink()
     with pytest.raises(
         AimError,
         match=f"run {short['key']} has no log here, .* delete the longer training .* set .AIM_RUNS to another folder to train it again",
     ):
         shared(1, "oml+aim", call=activation.run_continual_with_log)
-    assert ck.latest().step == 2 and ck.best().step == 2
-    assert (
-        shared(2, "oml+aim", call=activation.run_continual_with_log)["key"] == long["key"]
-        and tc.log_path(long).exists()
-    )
+    assert ck.latest().step == 2 and ck.weights(2).step == 2
 
 
 def test_fresh_looks_at_the_mechanisms_again(shared, monkeypatch):

@@ -243,7 +243,7 @@ def test_ctrl_c(method, data, whole, tmp_path, tally, many):
         if child.wait(max(0.3, t.moment())) is None:
             child.kill(signal.SIGINT)
         child.wait()
-        saved += "saved; run the same command again to go on." in child.text
+        saved += "saved; run the same command again to resume." in child.text
         assert "Traceback" not in child.text
         t.ended(
             "Ctrl-C at any moment", "saved, said how to go on, exit 130; the same end", child, folder, codes=(0, 130)
@@ -255,7 +255,7 @@ def test_ctrl_c_in_training_saves_and_says_how_to_go_on(data, whole, tmp_path, t
     t = Trials("sib+aim", data, whole, tmp_path, tally, many)
     for rng, folder in t:
         step = rng.randint(8, 28)  # 6 of pretraining, 24 of meta-training
-        real = loop.Loop.step
+        real = loop.Run.step
 
         def stop_after(n=step):
             calls = [0]
@@ -266,12 +266,12 @@ def test_ctrl_c_in_training_saves_and_says_how_to_go_on(data, whole, tmp_path, t
                 if calls[0] == n:
                     os.kill(os.getpid(), signal.SIGINT)
 
-            loop.Loop.step = watched
+            loop.Run.step = watched
 
         child = t.start(folder, before=stop_after)
         assert (
             child.wait() == 130
-            and f"stopped after step {step - 6} of 24, saved; run the same command again to go on." in child.text
+            and f"stopped after step {step - 6} of 24, saved; run the same command again to resume." in child.text
         ), child.text
         t.ended(
             "Ctrl-C in a training step", "saved, said how to go on, exit 130; the same end", child, folder, codes=(130,)
@@ -380,11 +380,13 @@ def test_a_damaged_best_state_is_refused(data, whole, tmp_path, tally, many):
         assert (
             t.start(folder, where="trajectory", at=t.whole[2]["trajectory"]).wait() == -signal.SIGKILL
         )  # training is over
-        (best,) = (folder / "runs/checkpoints").glob("*/best.safetensors")
+        (run,) = (folder / "runs/checkpoints").iterdir()
+        history = loop.History(**load_tensors(sorted(run.glob("step-*"))[-1])[1]["meta"]["history"])
+        assert history.best_step < history.last["step"], "the end has to be worse, or no file is read"
+        best = run / f"weights-{history.best_step:09d}.safetensors"
         best.write_bytes(DAMAGE["cut"](best.read_bytes(), rng))
         child = t.start(folder)
-        if child.wait() == 0:
-            continue  # the last state was the best one, so no file was read
+        child.wait()
         assert "--fresh" in sentence(child) and "damaged" in sentence(child), child.text
         t.ended(
             "best state cut",

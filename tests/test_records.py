@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aim_nb import records
-from aim_nb.core import Protocol, budget
+from aim_nb.core import AimError, Protocol, budget
 
 
 def made(accuracy):
@@ -70,3 +70,14 @@ def test_a_package_that_no_repository_tracks_has_no_commit(project, monkeypatch)
     assert records.code_commit.__wrapped__() == ""
     subprocess.run(["git", "add", "-f", package], check=True)
     assert records.code_commit.__wrapped__().endswith("+"), "tracked, and not committed yet"
+
+
+def test_a_record_that_was_changed_by_hand_is_refused(project):
+    rec = made(50.0)
+    better = rec | dict(metrics=rec["metrics"] | dict(accuracy=99.0))
+    with pytest.raises(AimError, match="its seal does not fit; it was changed after it was written"):
+        records.save_record(better)
+    path = records.save_record(records.sealed(better))
+    path.write_text(path.read_text().replace("99.0", "98.0"))
+    with pytest.warns(UserWarning, match="left out: .*its seal does not fit"):
+        assert records.find_record(rec) is None

@@ -1,13 +1,17 @@
 """tools/ship.py: a run's model becomes a file that answers to the run's own identity, smaller and as accurate."""
 
 import hashlib
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from aim_nb import train_continual
 from aim_nb.checkpoints import load_tensors, read_saved
-from aim_nb.records import read_record, record_name, records_dir, save_record
+from aim_nb.core import Budget, preset
+from aim_nb.records import read_record, record_name, records_dir, save_record, sealed
 from aim_nb.train_fewshot import run_fewshot, training_checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +33,7 @@ def test_a_model_is_shipped_under_its_identity(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "shipped").iterdir()
     checkpoints = training_checkpoints(rec)
-    shipped, own = read_saved(path, checkpoints.identity), checkpoints.best()
+    shipped, own = read_saved(path, checkpoints.identity), checkpoints.weights(rec["metrics"]["best_step"])
     assert shipped.step == own.step and shipped.tensors.keys() == own.tensors.keys()
     _, meta = load_tensors(path)
     assert abs(meta["accuracy"] - rec["metrics"]["accuracy"]) <= 0.05 and meta["record"]["key"] == rec["key"]
@@ -48,6 +52,21 @@ def test_a_model_is_shipped_under_its_identity(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_a_continual_model_is_shipped_with_the_weights_that_were_tested(tmp_path, monkeypatch, which):
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
+    falling = itertools.count(100, -1)
+    monkeypatch.setattr(train_continual, "validate_continual", lambda *a, **k: dict(accuracy=float(next(falling))))
+    b = Budget("tiny", "continual", steps=3, val_every=1, width=4, runs=1, rates=1, rate_runs=1, classes=4)
+    protocol = preset("ours", "glyphs", weights=which)
+    rec = train_continual.run_continual("glyphs", "oml+aim", 0, b, protocol, M=6, K=2, l=1, inner=3, random=8)
+    done = ship(rec, tmp_path / "shipped")
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "shipped").iterdir()
+    saved = read_saved(path, train_continual.training_checkpoints(rec).identity)
+    assert saved.step == dict(last=3, best=1)[which]
+
+
 def test_what_cannot_be_shipped_is_refused_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
     plain = run_fewshot(dataset="glyphs", method="sib", budget="smoke", steps=2)
@@ -60,8 +79,8 @@ def test_old_records_are_given_their_episodes(tmp_path, monkeypatch):
     "tools/episodes.py: the same weights give the same answers; a record that does not fit them stays as it is."
     monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
     rec = run_fewshot(dataset="glyphs", method="sib+linear", budget="smoke", steps=4)
-    old = rec | {"metrics": {k: v for k, v in rec["metrics"].items() if k != "hits"}}
-    other = old | {"metrics": old["metrics"] | {"accuracy": rec["metrics"]["accuracy"] + 1}}
+    old = sealed(rec | {"metrics": {k: v for k, v in rec["metrics"].items() if k != "hits"}})
+    other = sealed(old | {"metrics": old["metrics"] | {"accuracy": rec["metrics"]["accuracy"] + 1}})
     fits, off = (save_record(r, tmp_path / f"records-{i}") for i, r in enumerate((old, other)))
     before = off.read_bytes()
     done = subprocess.run(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from aim_nb.core import AimError
 from aim_nb.evaluate_fewshot import pack_hits
-from aim_nb.records import read_record, save_record
+from aim_nb.records import read_record, save_record, sealed
 from ship import fewshot_again
 
 
@@ -17,7 +17,7 @@ def with_hits(record):
         raise AimError(
             f"the weights here answer {score.mean:.3f} % where record {record['key']} has {m['accuracy']:.3f} %; it stays as it is."
         )
-    return record | {"metrics": m | {"hits": pack_hits(score.accuracy, q["n_way"] * q["n_query"])}}
+    return sealed(record | {"metrics": m | {"hits": pack_hits(score.accuracy, q["n_way"] * q["n_query"])}})
 
 
 def main(paths):

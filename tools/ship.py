@@ -75,10 +75,12 @@ def choose(record, tensors):
 def ship(record, into):
     "Write the file; its path and the card's row."
     checkpoints = {"fewshot": train_fewshot, "continual": train_continual}[record["task"]].training_checkpoints(record)
-    saved = checkpoints.best()
+    is_last = record["task"] == "continual" and record["protocol"]["weights"] == "last"
+    step = record["metrics"]["last_step" if is_last else "best_step"]  # whose weights gave the record's accuracy
+    saved = checkpoints.weights(step)
     if saved is None:
         raise AimError(
-            f"the weights of run {record['key']} are not under {checkpoints.dir}; run it again to have them."
+            f"the weights of step {step:,} of run {record['key']} are not under {checkpoints.dir}; run it again to have them."
         )
     tensors, accuracy, kind = choose(record, saved.tensors)
     shots = f"-{record['parameters']['n_shot']}shot" if record["task"] == "fewshot" else ""
