@@ -379,7 +379,10 @@ def save_log(record, trainee):
     "Write that log, for a network with AIM."
     t = trainee
     final = mechanism_use(t.net, t.bank, t.norm, "test", classes=t.budget.classes, device=t.device)
-    own = {0, *(row["step"] for row in record["history"])}  # a shorter run in this folder may have looked elsewhere, too
+    own = {
+        0,
+        *(row["step"] for row in record["history"]),
+    }  # a shorter run in this folder may have looked elsewhere, too
     log = read_uses({k: v for k, v in t.log.items() if int(k.split(".")[1]) in own})
     log |= {f"test_{k}": v for k, v in final.items()}
     names = {split: [t.bank.class_names[c] for c in t.bank.classes(split)] for split in ("val", "test")}
