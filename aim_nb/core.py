@@ -332,6 +332,7 @@ class Protocol:
 # %% ../nbs/00_core.ipynb #f7ba7761
 PRESETS = ("ours", "release", "paper")
 _DRAWINGS = ("omniglot", "glyphs")
+_FEWSHOT_ALONE = ("decision", "sib_steps", "aim_update", "adapt", "heatmap")
 
 
 class _ByData(NamedTuple):
@@ -370,6 +371,9 @@ def preset(
     unknown = [k for k in changes if k not in SWITCHES]
     if unknown:
         raise AimError(f"There is no switch {unknown[0]!r}; the switches are {', '.join(SWITCHES)}.")
+    other = [k for k in changes if k in _FEWSHOT_ALONE]
+    if other:
+        raise AimError(f"The switch {other[0]!r} belongs to few-shot runs; a continual run does not have it.")
     values = {switch: row[column] for switch, row in _TABLE.items()}
     for switch, value in values.items():
         if isinstance(value, _ByData):
@@ -395,6 +399,8 @@ def parse_switches(
             raise AimError(f"switches: {word!r} is not name=value with a known name; {hint}")
         if name in out:
             raise AimError(f"switches: {name} is given twice; name it once.")
+        if name in out:
+            raise AimError(f"switches: {name} is named twice.")
         known = {str(v): v for v in SWITCHES[name]}
         out[name] = known[check_choice(name, value, known)]
     return out
