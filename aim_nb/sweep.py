@@ -477,7 +477,9 @@ def testing_seconds(run) -> float:
     if run.task == "fewshot":
         return b.test_episodes * COST["episode"][s["method"]][sizes_of(run)[3]]
     method = _costs_as(s["method"])
-    is_fast = method != "oml" and s["protocol"].get("metatest_update") == "fast"  # OML's output layer is all that is fast
+    is_fast = (
+        method != "oml" and s["protocol"].get("metatest_update") == "fast"
+    )  # OML's output layer is all that is fast
     step = COST["fast"][method.partition("+")[0]] if is_fast else COST["head"][method]
     return metatest_classes(run) * LONGEST.get(s["dataset"], (20, 30))[1] * step * continual_scale(run)
 
