@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 import torch.nn.functional as F
-from .backbones import InstanceNorm, make_backbone, pool2
-from .core import AimError, check_choice
+from .backbones import InstanceNorm, cast_convolutions, make_backbone, pool2
+from .core import check_choice
 from .oml import FastTail, draw_all_ranks, explicit_logits, linear, make_tail
 
 # %% auto #0
@@ -29,14 +29,15 @@ class ANML(nn.Module):
         layer="",  # "" (plain) | linear | aim
         norm="affine",  # affine | instance
         width=112,  # channels of NM; P has 256/112 times as many
-        precision="float32",  # of the convolutions: float32 | bf16
         generator=None,  # for every initial weight
+        precision="float32",  # of NM's and P's convolutions: float32 | bf16
         **tail,  # reduce, aim_scale, and M, K, l, gate, select, mask of AIM
     ):
         super().__init__()
         width = width or 112
-        self.nm = make_backbone("anml-nm", shape, norm=norm, width=width, generator=generator)
-        self.p = make_backbone("anml-p", shape, norm=norm, width=round(width * 256 / 112), generator=generator)
+        kwargs = dict(norm=norm, generator=generator, precision=precision)
+        self.nm = make_backbone("anml-nm", shape, width=width, **kwargs)
+        self.p = make_backbone("anml-p", shape, width=round(width * 256 / 112), **kwargs)
         self.gate = linear(self.nm.d_out, self.p.d_out, generator)
         self.tail = make_tail(self.p.d_out, n_out, layer, relu=False, generator=generator, **tail)
 
@@ -200,7 +201,10 @@ class FastLastNorm:
         self.fast = {k: v.detach().clone().requires_grad_() for k, v in self.slow.items()}
 
     def below(self, x):
-        return self.last.conv(self.p.blocks[:-1](x))
+        "The input of the last normalisation (B, C, h, w), float32 whatever the precision of the convolutions."
+        with cast_convolutions(x, self.p.precision):
+            u = self.last.conv(self.p.blocks[:-1](x))
+        return u.to(x.dtype)
 
     def above(self, u, weights):
         return pool2(functional_call(self.last.norm, weights, (u,)), self.last.pool).flatten(1)

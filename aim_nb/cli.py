@@ -13,9 +13,9 @@ from typer.core import TyperCommand, TyperGroup
 
 # %% auto #0
 __all__ = ['app', 'WANTED', 'data', 'Root', 'Name', 'say', 'OneLine', 'about', 'main', 'find_notebook', 'need_papermill',
-           'parameters_of', 'convert', 'chosen', 'task_of', 'check_values', 'spell', 'shorten', 'output_path',
-           'Kernels', 'interruptible', 'failure', 'execute', 'summary', 'save_picture', 'join_pairs', 'Pairs',
-           'show_plan', 'run', 'start', 'sweep_', 'table', 'list_', 'prepare', 'check', 'filters', 'keep_',
+           'parameters_of', 'convert', 'chosen', 'task_of', 'check_switches', 'check_values', 'spell', 'shorten',
+           'output_path', 'Kernels', 'interruptible', 'failure', 'execute', 'summary', 'save_picture', 'join_pairs',
+           'Pairs', 'show_plan', 'run', 'start', 'sweep_', 'table', 'list_', 'prepare', 'check', 'filters', 'keep_',
            'need_report', 'report']
 
 # %% ../nbs/19_cli.ipynb #b3d44f1a
@@ -30,7 +30,7 @@ class OneLine(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            say("stopped; the same command goes on from the last checkpoint.")
+            say("stopped; run the same command again to resume.")
             raise typer.Exit(130)
         except ValueError as e:
             if type(e).__name__ != "AimError":
@@ -161,19 +161,35 @@ def task_of(stem) -> str:
     return "continual" if stem[:1] == "3" else "fewshot"
 
 
+def check_switches(
+    text,  # such as "gate=raw,norm=affine"
+    others,  # names of the notebook's parameters
+):
+    "Refuse switches that are unknown, given twice, or parameters of their own."
+    from aim_nb.core import AimError, parse_switches, words
+
+    names = [word.partition("=")[0] for word in words(text)]
+    for name in parse_switches(text):
+        if names.count(name) > 1:
+            raise AimError(f"switches={text!r} sets {name} twice; leave one of them out.")
+        if name in others:
+            raise AimError(f"switches={text!r} sets {name}, which is a parameter of its own: -p {name} VALUE.")
+
+
 def check_values(
     values,  # parameters
     task="fewshot",  # which methods and budgets
 ):
     "Refuse a word that no run could understand."
     from aim_nb.core import (
-        CHECKPOINTS,
         CONTINUAL_METHODS,
         DATASETS,
         FEWSHOT_METHODS,
+        PRESETS,
         SWITCHES,
         budget,
         check_choice,
+        read_seeds,
         words,
     )
 
@@ -181,13 +197,17 @@ def check_values(
     lists = {"methods": methods, "method": methods, **SWITCHES}
     single = {
         "dataset": (*DATASETS, "folder:PATH"),
-        "checkpoint": CHECKPOINTS,
+        "preset": PRESETS,
         "device": ("auto", "cpu", "cuda", "mps"),
         "masks_of": ("adapted", "slow"),
     }
     for name, value in values.items():
         if name == "budget":
             budget(value, task)
+        elif name == "switches":
+            check_switches(value, values)
+        elif name == "seeds":
+            read_seeds(value)
         elif name == "dataset" and re.match("folder:.", str(value)):
             pass
         elif name in single:

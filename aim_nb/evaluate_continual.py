@@ -802,9 +802,7 @@ class MetaTest:
             return run_anml(
                 self.net, gates, self.images, trs, rates, ns, keys, protocol.fast_set, protocol.adam, **told
             )
-        return run_tails(
-            self.net.tail, self.vectors(trs, self.features), trs, rates, ns, keys, protocol.adam, **told
-        )
+        return run_tails(self.net.tail, self.vectors(trs, self.features), trs, rates, ns, keys, protocol.adam, **told)
 
     def outcomes(self, stream, jobs, ns, desc="meta-test") -> dict:
         "Outcomes by job, from the store or run now, as many together as `group` allows."
@@ -945,9 +943,7 @@ def metatest(
         update=mt.update,
         rates_tried=tried,
         rates_added=[rate for rate in tried if rate not in rates],
-        rate_scores=[
-            [round(statistics.mean(scores[n][r]), 2) if r in scores[n] else None for r in tried] for n in ns
-        ],
+        rate_scores=[[round(statistics.mean(scores[n][r]), 2) if r in scores[n] else None for r in tried] for n in ns],
     )
     own = {n: rate for n, rate in chosen.items() if n <= mt.available("seen")}
     if protocol.protocol == "leak" and own:

@@ -275,7 +275,9 @@ class Keeper:
         return tensors
 
     def failure(self, why):
-        kept = f"the last good checkpoint (step {self.saved}) is kept in {self.checkpoints.dir}" if self.saved > 0 else ""
+        kept = (
+            f"the last good checkpoint (step {self.saved}) is kept in {self.checkpoints.dir}" if self.saved > 0 else ""
+        )
         return AimError(f"{self.desc}: {why}; stopped, {kept or 'nothing was saved'}. Try a smaller learning rate.")
 
 # %% ../nbs/16_loop.ipynb #1ad5cc64

@@ -11,6 +11,7 @@ from .core import Budget, Protocol
 from .evaluate_fewshot import unpack_hits
 from .paper import hyper, paper_table, seed_summary
 from .tables import method_label
+from .train_continual import nearest_preset
 
 # %% auto #0
 __all__ = ['why_not_comparable', 'banner', 'EpisodeScores', 'asked', 'difference_se', 'difference', 'judge', 'read_fewshot']
@@ -31,8 +32,10 @@ def why_not_comparable(
         said.append(f"{plan.steps:,} meta-training steps where the paper has {hyper(task)['steps'].value:,}")
     if plan.width:
         said.append(f"convolutions of {plan.width} channels instead of the paper's")
-    if protocol.changed():
-        said.append("switches moved: " + ", ".join(f"{k}={v}" for k, v in protocol.changed().items()))
+    name, changed = nearest_preset(dataset, "anml+aim", protocol) if task == "continual" else ("", protocol.changed())
+    if changed:
+        of = f" from preset {name}" if name else ""
+        said.append(f"switches moved{of}: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
     return said
 
 

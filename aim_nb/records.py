@@ -144,7 +144,9 @@ def check_record(
     if not 0 <= rec["metrics"].get("accuracy", 0) <= 100:
         raise AimError(f"{name}: an accuracy of {rec['metrics']['accuracy']} is not between 0 and 100.")
     if rec["seal"] != record_seal(rec):
-        raise AimError(f"{name}: its seal does not fit; it was changed after it was written, so run the experiment again.")
+        raise AimError(
+            f"{name}: its seal does not fit; it was changed after it was written, so run the experiment again."
+        )
     return rec
 
 # %% ../nbs/06_records.ipynb #9bbd5186

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 from . import train_continual, train_fewshot
 from .aim import check_choices, check_sizes
+from .backbones import check_precision
 from .banks import bank_dir, open_bank
+from .checkpoints import Checkpoints
 from .cli import WANTED, check_values, find_notebook, parameters_of, shorten, spell, task_of
 from aim_nb.core import (
     CONTINUAL_METHODS,
@@ -21,26 +23,30 @@ from aim_nb.core import (
     content_key,
     data_root,
     numbers,
+    parse_switches,
     pick_device,
+    preset,
+    preset_size,
     project_root,
+    read_seeds,
     runs_dir,
     use_threads,
     words,
     worker_env,
 )
-from .evaluate_continual import classes_met, store_path
+from .evaluate_continual import classes_met, points, store_path
 from .pretrain import feature_bank, find_backbone, pretrain_identity, pretrained_backbone
 from .records import kept_dir, read_records, record_key, records_dir
 
 # %% auto #0
 __all__ = ['LISTS', 'EXPAND', 'FUNCTIONS', 'IMAGES', 'MACS', 'COST', 'LONGEST', 'read_plan', 'typed', 'choices', 'parameter_sets',
-           'Run', 'fewshot_runs', 'ablation_runs', 'continual_runs', 'activation_runs', 'full', 'budget_of', 'question',
-           'check_run', 'runs_of', 'expand', 'name', 'Item', 'bank_of', 'steps_in', 'training_folder', 'look_up',
-           'survey', 'sizes_of', 'backbone_seconds', 'training_seconds', 'continual_scale', 'testing_seconds',
-           'longest', 'metatest_classes', 'seconds', 'backbone_question', 'total_seconds', 'memory', 'estimate', 'Job',
-           'backbone_of', 'features_job', 'one_by_one', 'jobs_of', 'sweep_file', 'alone', 'logged', 'make_features',
-           'make_record', 'work', 'need_distributed', 'cores', 'local_cluster', 'user_cluster', 'Watch', 'why',
-           'settle', 'hand_in', 'oversee', 'overview', 'sweep']
+           'Run', 'fewshot_runs', 'ablation_runs', 'continual_runs', 'activation_runs', 'full', 'budget_of',
+           'mechanisms', 'question', 'check_run', 'runs_of', 'expand', 'name', 'Item', 'bank_of', 'steps_in',
+           'training_folder', 'look_up', 'survey', 'sizes_of', 'backbone_seconds', 'training_seconds',
+           'continual_scale', 'testing_seconds', 'metatest_classes', 'seconds', 'backbone_question', 'total_seconds',
+           'memory', 'estimate', 'Job', 'backbone_of', 'features_job', 'one_by_one', 'jobs_of', 'sweep_file', 'alone',
+           'logged', 'make_features', 'make_record', 'work', 'need_distributed', 'cores', 'local_cluster',
+           'user_cluster', 'Watch', 'why', 'settle', 'hand_in', 'oversee', 'overview', 'sweep']
 
 # %% ../nbs/19_sweep.ipynb #7d95e4dc
 def read_plan(
@@ -129,7 +135,7 @@ _COMMON = (
     "K",
     "l",
     *train_continual.METATEST,
-    "checkpoint",
+    "stop_if_dead",
     "device",
     "data_root",
 )
@@ -140,7 +146,7 @@ def _pick(values, names):
 
 
 def _seeds(p):
-    return numbers(p["seeds"]) if "seeds" in p else [p["seed"]]
+    return read_seeds(p["seeds"]) if "seeds" in p else [p["seed"]]
 
 
 def fewshot_runs(p) -> list:
@@ -156,14 +162,14 @@ def fewshot_runs(p) -> list:
 # %% ../nbs/19_sweep.ipynb #99fdd6e1
 def ablation_runs(p) -> list:
     "Those of `21_fewshot_ablation`: every K without chance, every l and every decision at K=8, and plain SIB."
-    common, update = _pick(p, _COMMON), p["aim_update"]
+    common = _pick(p, _COMMON)
     points = [
         *((k, 0, "hard") for k in numbers(p["K_values"])),
         *((8, l, "hard") for l in numbers(p["l_values"])),
         *((8, 0, d) for d in words(p["decisions"])),
     ]
     rows = [
-        dict(method="sib+aim", K=k, l=l, protocol=dict(decision=d, aim_update=update))
+        dict(method="sib+aim", K=k, l=l, protocol=dict(decision=d, aim_update=p["aim_update"], mask=p["mask"]))
         for k, l, d in dict.fromkeys(points)
     ]
     return [
@@ -175,14 +181,15 @@ def ablation_runs(p) -> list:
 
 
 def continual_runs(p) -> list:
-    "Those of `30_continual`, where AIM is meta-tested in every way asked for."
-    common, own = _pick(p, _COMMON), _pick(p, SWITCHES)
-    ways = [own | dict(metatest_update=u) for u in words(own.get("metatest_update", "head"))]
+    "Those of `30_continual`: every method with every meta-test asked for, by the preset and the switches that differ from it."
+    common, switches = _pick(p, _COMMON), parse_switches(p["switches"])
+    updates = [dict(metatest_update=u) for u in words(p["metatest_update"])] if "metatest_update" in p else [{}]
+    protocols = [preset(p["preset"], p["dataset"], **switches | update).asdict() for update in updates]
     return [
-        Run("continual", common | dict(method=m, seed=s, protocol=w))
+        Run("continual", common | dict(method=m, seed=s, protocol=protocol))
         for s in _seeds(p)
         for m in words(p["methods"])
-        for w in (ways if m.endswith("+aim") else ways[:1])
+        for protocol in protocols
     ]
 
 
@@ -227,33 +234,45 @@ def budget_of(run):
     return budget(s["budget"], run.task, s["dataset"], s["steps"])
 
 # %% ../nbs/19_sweep.ipynb #7b3f3c32
+def mechanisms(run) -> int:
+    "AIM's number of mechanisms M, which a continual run may leave to its preset."
+    s = full(run)
+    if s["M"] or run.task == "fewshot":
+        return s["M"]
+    nearest, _ = train_continual.nearest_preset(s["dataset"], s["method"], Protocol(**s["protocol"]))
+    return preset_size(nearest, s["dataset"])
+
+
 def question(
     run,
     data_sha="",  # the hash of its bank
 ) -> dict:
     "The identity of the record that a run writes."
-    s = full(run)
-    args = s["dataset"], s["method"], s["seed"], budget_of(run), Protocol(**s["protocol"]), data_sha
+    s, budget = full(run), budget_of(run)
+    common = s["dataset"], s["method"], s["seed"], budget, Protocol(**s["protocol"]), data_sha
     if run.task == "continual":
-        return train_continual.continual_identity(*args, **_pick(s, ("M", "K", "l", "checkpoint")))
+        others = dict(stop_if_dead=True) if s["stop_if_dead"] else {}
+        return train_continual.continual_identity(*common, mechanisms(run), s["K"], s["l"], **others)
     others = _pick(s, ("n_shot", "n_way", "n_query", "backbone_seed", "d_out"))
-    return train_fewshot.fewshot_identity(
-        *args, s["backbone"], s["M"], s["K"], s["l"], **others, views=budget_of(run).views
-    )
+    return train_fewshot.fewshot_identity(*common, s["backbone"], s["M"], s["K"], s["l"], **others, views=budget.views)
 
-# %% ../nbs/19_sweep.ipynb #8d040a21
+# %% ../nbs/19_sweep.ipynb #1edc3ef0
 def check_run(run):
     "Refuse what could not run."
     s, p = full(run), Protocol(**run.settings["protocol"])
-    check_sizes(steps=budget_of(run).steps, **_pick(s, ("n_shot", "M")))
+    M, K = mechanisms(run), s["K"]
+    check_sizes(steps=budget_of(run).steps, M=M, **_pick(s, ("n_shot",)))
     if run.task == "fewshot":
         check_choice("backbone", s["backbone"], ("conv4", "wrn-28-10"))
-    if "+" not in s["method"]:
-        return run
-    check_sizes(K=s["K"])
-    check_choices(
-        s["M"], s["K"], 0 if p.decision == "soft" else s["l"], p.gate, p.decision.removesuffix("-test"), p.select
-    )
+    elif s["device"] in ("auto", "cpu"):  # a GPU may be another machine's
+        check_precision(p.precision, pick_device(s["device"]).type)
+    if s["method"].endswith("+aim") and p.mask == "random" and p.metatest_update == "fast":
+        raise AimError("mask=random draws by image, which a meta-test with metatest_update=fast cannot; use head.")
+    layer = s["method"].partition("+")[2]
+    if layer and layer != "unit":  # a linear layer takes its size from AIM's
+        l = 0 if p.decision == "soft" or p.mask != "attended" else s["l"]
+        check_sizes(K=K)
+        check_choices(M, K, l, p.gate, p.decision.removesuffix("-test"), p.select, p.mask)
     return run
 
 
@@ -288,24 +307,20 @@ def expand(
     ]
     return list({content_key(question(r)): r for r in reversed(found)}.values())[::-1]
 
-# %% ../nbs/19_sweep.ipynb #b6e5daa9
+# %% ../nbs/19_sweep.ipynb #c70a245a
 def name(run) -> str:
     "A run as a person would say it."
     s, usual = full(run), _defaults(run.task)
-    moved = {k: s[k] for k in ("M", "K", "l") if "+" in s["method"] and s[k] != usual[k]} | Protocol(
-        **question(run)["protocol"]
-    ).changed()
-    setting = f"{s['backbone']} {s['method']} {s['n_shot']}-shot" if run.task == "fewshot" else s["method"]
-    return " ".join(
-        [
-            s["dataset"],
-            setting,
-            f"seed {s['seed']} {s['budget']}",
-            *(f"{k}={s[k]}" for k in ("steps", *train_continual.METATEST) if s.get(k)),
-            *(["last checkpoint"] if s.get("checkpoint") == "last" else []),
-            *(f"{k}={v}" for k, v in moved.items()),
-        ]
-    )
+    moved = {k: s[k] for k in ("steps", *train_continual.METATEST, "stop_if_dead") if s.get(k)}
+    moved |= {k: s[k] for k in ("M", "K", "l") if "+" in s["method"] and s[k] != usual[k]}
+    if run.task == "fewshot":
+        setting = f"{s['backbone']} {s['method']} {s['n_shot']}-shot"
+        moved |= Protocol(**question(run)["protocol"]).changed()
+    else:
+        setting = s["method"]
+        nearest, changed = train_continual.nearest_preset(s["dataset"], s["method"], Protocol(**s["protocol"]))
+        moved |= ({} if nearest == "ours" else dict(preset=nearest)) | changed
+    return " ".join([s["dataset"], setting, f"seed {s['seed']} {s['budget']}", *(f"{k}={v}" for k, v in moved.items())])
 
 # %% ../nbs/19_sweep.ipynb #6bcba57a
 class Item(NamedTuple):
@@ -329,24 +344,29 @@ def bank_of(run):
     return _bank(s["dataset"], s["data_root"], budget_of(run).classes if run.task == "fewshot" else 0)
 
 
-def steps_in(folder) -> int:
-    "The step of the newest checkpoint."
-    return max((int(p.stem.partition("-")[2]) for p in folder.glob("step-*.safetensors")), default=0)
+def steps_in(
+    folder,  # of a training's checkpoints
+    steps,  # of the run
+) -> int:
+    "The steps of a run that are done: those of the newest state, or all where a longer training kept the weights of this step."
+    checkpoints = Checkpoints(folder, {})
+    newest = max((int(path.stem.rpartition("-")[2]) for path in checkpoints.files()), default=0)
+    if newest <= steps:
+        return newest
+    return steps if steps in checkpoints.weight_steps() else 0
 
 # %% ../nbs/19_sweep.ipynb #9f692b87
 def training_folder(run, data_sha="") -> Path:
     "Where its training keeps checkpoints; runs that differ only at test share it."
-    return (
-        {"fewshot": train_fewshot, "continual": train_continual}[run.task]
-        .training_checkpoints(question(run, data_sha))
-        .dir
-    )
+    module = {"fewshot": train_fewshot, "continual": train_continual}[run.task]
+    return module.training_checkpoints(question(run, data_sha)).dir
 
 
 def look_up(run, done) -> Item:
     "How far a run is; `done` are the keys of records."
-    key, folder = record_key(question(run, bank_of(run).sha)), training_folder(run, bank_of(run).sha)
-    step = steps_in(folder)
+    sha = bank_of(run).sha
+    key, folder = record_key(question(run, sha)), training_folder(run, sha)
+    step = steps_in(folder, budget_of(run).steps)
     return Item(run, key, "done" if key in done else "partly" if step else "to do", step, folder)
 
 
@@ -356,8 +376,14 @@ def survey(
 ) -> list:  # of `Item`
     "How far all of them are."
     done = {r["key"] for r in read_records(records_dir(), kept_dir())}
-    there = lambda s: (bank_dir(s["dataset"], s["data_root"]) / "bank.json").exists()
-    return [look_up(r, done) if build or there(full(r)) else Item(r, content_key(question(r)), "no data") for r in runs]
+    items = []
+    for run in runs:
+        s = full(run)
+        if build or (bank_dir(s["dataset"], s["data_root"]) / "bank.json").exists():
+            items.append(look_up(run, done))
+        else:
+            items.append(Item(run, content_key(question(run)), "no data"))
+    return items
 
 # %% ../nbs/19_sweep.ipynb #fd492b69
 IMAGES = {
@@ -426,13 +452,17 @@ def backbone_seconds(run) -> float:
 
 def training_seconds(run) -> float:
     "Meta-training with its validations, on given features."
-    b, s, (_, _, px, d) = budget_of(run), full(run), sizes_of(run)
+    b, s, d = budget_of(run), full(run), sizes_of(run)[3]
     if run.task == "continual":
-        return b.steps * COST["outer"][s["method"]] * continual_scale(run)
+        return b.steps * COST["outer"][_costs_as(s["method"])] * continual_scale(run)
     more = (s["K"] / 8) ** 0.42 if s["method"] == "sib+aim" else 1
     return b.steps * (
         COST["step"][s["method"]][d] * more + b.val_episodes / b.val_every * COST["episode"][s["method"]][d]
     )
+
+
+def _costs_as(method):
+    return method.removesuffix("+unit").removesuffix("-unit")  # output of unit length, which costs next to nothing
 
 
 def continual_scale(run) -> float:
@@ -446,23 +476,22 @@ def testing_seconds(run) -> float:
     b, s = budget_of(run), full(run)
     if run.task == "fewshot":
         return b.test_episodes * COST["episode"][s["method"]][sizes_of(run)[3]]
-    family, _, layer = s["method"].partition("+")
-    step = (
-        COST["fast"][family] if layer and s["protocol"].get("metatest_update") == "fast" else COST["head"][s["method"]]
-    )
-    return metatest_classes(run) * longest(run)[1] * step * continual_scale(run)
-
-
-def longest(run) -> tuple:
-    "Classes of a trajectory, images of each."
-    most, images = LONGEST.get(full(run)["dataset"], (20, 30))
-    return min(most, budget_of(run).classes or most), images
+    method = _costs_as(s["method"])
+    is_fast = (
+        method != "oml" and s["protocol"].get("metatest_update") == "fast"
+    )  # OML's output layer is all that is fast
+    step = COST["fast"][method.partition("+")[0]] if is_fast else COST["head"][method]
+    return metatest_classes(run) * LONGEST.get(s["dataset"], (20, 30))[1] * step * continual_scale(run)
 
 
 def metatest_classes(run) -> int:
     "Classes that the trajectories of a meta-test and of its search for rates meet, one after the other."
-    b = budget_of(run)
-    return longest(run)[0] * (b.runs + b.rates * b.rate_runs)
+    s, b = full(run), budget_of(run)
+    most, _ = LONGEST.get(s["dataset"], (20, 30))
+    ns = points(s["dataset"], most, b.classes)
+    met = sum(ns) if s["protocol"].get("trajectories") == "independent" else max(ns)
+    searches = 0 if s["protocol"].get("metatest_update") == "means" else b.rates * b.rate_runs
+    return met * (b.runs + searches)
 
 
 def seconds(run) -> float:
@@ -526,11 +555,12 @@ class Job(NamedTuple):
         "Seconds that are still to do, by its checkpoints and finished trajectories."
         if self.features:
             return self.seconds
-        trained = steps_in(self.folder) / budget_of(self.run).steps
-        tested = classes_met(store_path(self.key)) / metatest_classes(self.run) if self.run.task == "continual" else 0.0
-        return min(self.seconds, training_seconds(self.run) * max(0.0, 1 - trained)) + testing_seconds(self.run) * max(
-            0.02, 1 - tested
-        )
+        steps, tested = budget_of(self.run).steps, 0.0
+        untrained = 1 - steps_in(self.folder, steps) / steps
+        if self.run.task == "continual":
+            tested = classes_met(store_path(self.key)) / metatest_classes(self.run)
+        training = min(self.seconds, training_seconds(self.run) * untrained)
+        return training + testing_seconds(self.run) * max(0.02, 1 - tested)
 
     def text(self) -> str:
         "All that a worker needs."
@@ -814,10 +844,13 @@ def hand_in(client, job, retries):
 def oversee(client, jobs, retries, tell, every) -> Watch:
     "Hand the jobs in as workers are free and tell what comes of them, until all are settled."
     watch, ended, futures = Watch(jobs, max(1, len(client.nthreads()))), queue.SimpleQueue(), {}
-    listen = lambda key: futures[key].add_done_callback(lambda _: ended.put(key))
-    busy = lambda: sum(k not in watch.done and k not in watch.failed for k in futures)
+
+    def listen(key):
+        futures[key].add_done_callback(lambda _: ended.put(key))
+
     while len(watch.done) + len(watch.failed) < len(jobs):
-        for j in watch.ready(futures, max(1, len(client.nthreads())) - busy()):
+        busy = sum(k not in watch.done and k not in watch.failed for k in futures)
+        for j in watch.ready(futures, max(1, len(client.nthreads())) - busy):
             futures[j.key] = hand_in(client, j, retries)
             listen(j.key)
         try:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import io, math
 import numpy as np
 import pandas as pd
-from .core import CONTINUAL_METHODS, FEWSHOT_METHODS, Protocol, check_choice, content_key
+from .core import CONTINUAL_METHODS, FEWSHOT_METHODS, SWITCHES, Protocol, check_choice, content_key, preset_size
 from .paper import budget_note, comparability, compare, hyper, judge, paper_table
 from .records import field
-from .train_continual import moved
+from .train_continual import nearest_preset
 
 # %% auto #0
 __all__ = ['METHODS', 'TRAINEE', 'EPISODE', 'NAMES', 'ABLATIONS', 'method_label', 'moved_switches', 'variant', 'meta_test',
@@ -23,22 +23,31 @@ METHODS = (*FEWSHOT_METHODS, *CONTINUAL_METHODS)
 
 def method_label(method) -> str:
     "How a method is written: `sib+aim` -> `SIB+AIM`."
-    return "+".join({"linear": "Linear"}.get(part, part.upper()) for part in method.split("+"))
+    layers = {"linear": "Linear", "unit": "unit", "linear-unit": "Linear (unit)"}
+    return "+".join(layers.get(part, part.upper()) for part in method.split("+"))
 
 # %% ../nbs/17_tables.ipynb #3260364d
 def moved_switches(rec) -> dict:
-    "The switches of a record that do not stand where its runs usually have them."
+    "The switches of a record that are not at their default; a continual record's preset (unless it is `ours`) and what differs from it."
     protocol = Protocol(**rec["protocol"])
-    return protocol.changed() if "sib" in rec["method"] else moved(protocol)
+    if "sib" in rec["method"]:
+        return protocol.changed()
+    if "changed" in rec:
+        name, changed = rec["preset"], rec["changed"]
+    else:  # an activation record
+        name, changed = nearest_preset(rec["dataset"], rec["method"], protocol)
+        changed |= {k: v for k, v in protocol.changed().items() if k == "heatmap"}
+    own = {} if name == "ours" else {"preset": name}
+    return own | {k: changed[k] for k in SWITCHES if k in changed}
 
 
 TRAINEE = (
     "inner",
     "random",
+    "n_classes",
     "n_out",
     "lr_in",
     "lr_out",
-    "checkpoint",
 )  # in a continual record only where they are not the usual ones
 EPISODE = dict(n_way=5, n_query=15, d_out=0)  # the usual ones of a few-shot record
 
@@ -49,6 +58,8 @@ def variant(
 ) -> str:
     "What was asked for besides the paper's setting: changed switches, M, K, l, sizes of episodes, and sizes and rates of meta-training."
     usual = {k: hyper(rec["task"])[k].value for k in ("M", "K", "l")}
+    if "preset" in rec:
+        usual["M"] = preset_size(rec["preset"], rec["dataset"])
     other = (
         {k: v for k, v in rec["parameters"].items() if k in usual and v != usual[k]} if "aim" in rec["method"] else {}
     )
@@ -59,19 +70,21 @@ def variant(
 
 
 def meta_test(rec) -> str:
-    "What a continual record's meta-test cost: runs, and in brackets the rates tried x trajectories each; empty for few-shot."
+    "What a continual record's meta-test cost: runs, and in brackets the rates tried x trajectories each (class means have none); empty for few-shot."
     b = rec["budget"]
-    return (
-        f"{b['runs']} ({len(rec['metrics'].get('rates_tried', range(b['rates'])))}x{b['rate_runs']})"
-        if rec["task"] == "continual"
-        else ""
-    )
+    if rec["task"] != "continual":
+        return ""
+    tried = len(rec["metrics"].get("rates_tried", range(b["rates"])))
+    return f"{b['runs']} ({tried}x{b['rate_runs']})" if tried else str(b["runs"])
 
 
 def _question(rec):
     "What the seeds of one cell have in common."
-    parameters = {k: v for k, v in rec["parameters"].items() if k not in ("backbone_sha", "backbone_seed")}
-    return content_key([rec["task"], rec["dataset"], rec["method"], rec["budget"], rec["protocol"], parameters])
+    parameters = {
+        k: v for k, v in rec["parameters"].items() if k not in ("backbone_sha", "backbone_seed", "stop_if_dead")
+    }
+    asked = [rec.get(k) for k in ("task", "dataset", "method", "budget", "protocol", "n_classes")]
+    return content_key([*asked, parameters])
 
 # %% ../nbs/17_tables.ipynb #3404a806
 def _cells(records, table, coordinates):
@@ -85,7 +98,7 @@ def _cells(records, table, coordinates):
         labels = dict(
             budget=recs[0]["budget"]["name"],
             steps=recs[0]["budget"]["steps"],
-            variant=variant(recs[0], coordinates),
+            variant=variant(recs[0], [c for c in coordinates if c != "n_classes"]),
             runs=meta_test(recs[0]),
         )
         cells.append(
@@ -280,7 +293,7 @@ def _at_each_n(rec):
     return [
         rec
         | dict(
-            parameters=rec["parameters"] | {"n_classes": int(n)},
+            n_classes=int(n),
             metrics=rec["metrics"] | dict(accuracy=float(a), ci95=1.96 * float(s) / math.sqrt(runs)),
         )
         for n, a, s in zip(c["n"], c["test"].mean(0), spread)

@@ -344,7 +344,14 @@ def sizes(trainee, M, K, l) -> dict:
         shape = input_shape(trainee.bank, trainee.protocol.inputs, trainee.policy)
         with torch.device("meta"):
             twin = OML(
-                shape, net.tail.fc.out_features, "aim", width=trainee.budget.width, M=M, K=K, l=l, gate=trainee.protocol.gate
+                shape,
+                net.tail.fc.out_features,
+                "aim",
+                width=trainee.budget.width,
+                M=M,
+                K=K,
+                l=l,
+                gate=trainee.protocol.gate,
             )
         out["parameters_tail_aim"] = count(twin.tail)
     return out
@@ -372,7 +379,10 @@ def save_log(record, trainee):
     "Write that log, for a network with AIM."
     t = trainee
     final = mechanism_use(t.net, t.bank, t.norm, "test", classes=t.budget.classes, device=t.device)
-    own = {0, *(row["step"] for row in record["history"])}  # a shorter run in this folder may have looked elsewhere, too
+    own = {
+        0,
+        *(row["step"] for row in record["history"]),
+    }  # a shorter run in this folder may have looked elsewhere, too
     log = read_uses({k: v for k, v in t.log.items() if int(k.split(".")[1]) in own})
     log |= {f"test_{k}": v for k, v in final.items()}
     names = {split: [t.bank.class_names[c] for c in t.bank.classes(split)] for split in ("val", "test")}
@@ -443,7 +453,9 @@ def run_continual(
     name, changed = nearest_preset(bank.name, method, protocol)
     M = M or preset_size(name, bank.name)
     if protocol.mask == "random" and protocol.metatest_update == "fast":
-        raise AimError("mask='random' draws by image, which the meta-test of all fast weights cannot; use metatest_update=head.")
+        raise AimError(
+            "mask='random' draws by image, which the meta-test of all fast weights cannot; use metatest_update=head."
+        )
     if stop_if_dead:
         others["stop_if_dead"] = True
     identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **others)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from aim_nb.aim import AIM
 from aim_nb.anml import ANML, anml_loss
+from aim_nb.backbones import PRECISIONS, has_bf16
 from aim_nb.core import torch_rng
 from aim_nb.evaluate_continual import AdamTail
 from aim_nb.fastweights import FastAIM
@@ -144,13 +145,29 @@ def outer_steps(plan):
             del fast, x, ours, ref  # the networks of the next size need the memory
 
 
-def kept(what, plan, *data, tries=2):
+def kept(what, plan, *data, tries=2, threads=0):
+    "What `benchmarks.kept` finds in a process of its own (`threads` 0: as many as here), and what it was measured with."
+    size = "tiny" if plan["tiny"] else "full"
+
     def run():
-        return own_process(
-            "benchmarks.kept", what, "tiny" if plan["tiny"] else "full", str(plan["repeats"]), CLOCK[0], *data
-        )
+        return own_process("benchmarks.kept", what, size, str(plan["repeats"]), CLOCK[0], *data, threads=threads)
 
     return steadily(run, plan, tries)
+
+
+@case("continual")
+def seconds_a_step(plan):
+    "An outer step at Omniglot's size under the authors' switches, by precision of the convolutions and by threads, memory kept as in training."
+    precisions = [p for p in PRECISIONS if p == "float32" or has_bf16()]
+    for method, precision, threads in product(("oml", "anml"), precisions, (1, 2)):
+        found, seen = kept("steps", plan, method, precision, threads=threads)
+        yield value_row(
+            f"outer step {method}+aim omniglot, {precision}, {threads} thread{'s'[: threads - 1]}",
+            found.pop("step"),
+            "s",
+            dict(seen, threads=threads),
+            **found,
+        )
 
 
 @case("continual")
@@ -169,7 +186,7 @@ def convolutions(plan):
 
 @case("continual")
 def per_image_norm(plan):
-    "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map (folded into the convolutions), memory kept as in training."
+    "An outer step of OML+AIM at Omniglot size with per-image norm over one with the affine map, memory kept as in training."
     found, seen = kept("norms", plan)
     return [
         value_row(

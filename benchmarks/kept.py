@@ -1,4 +1,4 @@
-"""python -m benchmarks.kept norms|convolutions|trajectory SIZE REPEATS CLOCK [WHAT]: outer steps and meta-test of OML+AIM with memory kept, as `run_loop` has it, which needs a process of its own; JSON."""
+"""python -m benchmarks.kept norms|steps|convolutions|trajectory SIZE REPEATS CLOCK [WHAT]: outer steps and meta-test with memory kept, as `run_loop` has it, which needs a process of its own; JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import torch
 
+from aim_nb.backbones import ConvNet
 from aim_nb.core import keep_memory, torch_rng
 from aim_nb.evaluate_continual import Frozen, run_tails
 from aim_nb.oml import OML
@@ -37,6 +38,20 @@ def norms(tiny, repeats):
     x, y, T = meta_batch((1, 28, 28), tiny)
     steps = [own_step("oml", omniglot_net(tiny, norm).train(), x, y, T) for norm in ("affine", "instance")]
     return dict(zip(("affine_ms", "instance_ms"), together(steps, dict(seconds=0.0, repeats=repeats))))
+
+
+def steps(tiny, repeats, method, precision):
+    "Seconds of an outer step under the authors' switches, and of its quickest run."
+    net, _, shape = nets(method, "omniglot", "raw", True, tiny)
+    for part in net.children():
+        if isinstance(part, ConvNet):
+            part.precision = precision
+    x, y, T = meta_batch(shape, tiny)
+    step = own_step(method, net, x, y, T, **(dict(fast_set="release") if method == "anml" else {}))
+    for _ in range(1 if tiny else 3):
+        step()
+    found = [seconds(step) for _ in range(2 if tiny else 2 * repeats)]
+    return dict(step=median(found), quickest=min(found))
 
 
 def inside(net, step):
@@ -104,7 +119,7 @@ def main(what, size, repeats, clock, *data):
     CLOCK[0] = clock
     print(
         json.dumps(
-            dict(norms=norms, convolutions=convolutions, trajectory=trajectory)[what](
+            dict(norms=norms, steps=steps, convolutions=convolutions, trajectory=trajectory)[what](
                 size == "tiny", int(repeats), *data
             )
         )

@@ -38,6 +38,18 @@ def differing(here, there, pattern):
     return sorted(str(n) for n in names if not same(n))
 
 
+def suite_format(tmp, env):
+    "Notebooks, tests, benchmarks and tools are as ruff formats them."
+    code, out = run(BIN / "ruff", "format", "--check", "--no-cache", ".", env=env)
+    bad = re.findall(r"^Would reformat: (.+)$", out, re.M)
+    return (
+        code == 0,
+        len(run("git", "ls-files", "*.ipynb", "tests/*.py", "benchmarks/*.py", "tools/*.py")[1].split()),
+        bad,
+        "" if bad else out,
+    )
+
+
 def suite_clean(tmp, env):
     "Notebooks are as nbdev_clean leaves them."
     there = copy_of(tmp, "nbs")
@@ -162,6 +174,7 @@ def changed_files(before):
 
 
 SUITES = {
+    "format": suite_format,
     "clean": suite_clean,
     "export": suite_export,
     "readme": suite_readme,

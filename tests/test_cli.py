@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
@@ -67,14 +66,16 @@ def test_run_prints_summary_and_paths(toy, monkeypatch, aim_nb_cli):
 
 
 def test_two_runs_that_start_at_once(toy):
-    start = lambda steps: subprocess.Popen(
-        [Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "steps", str(steps)],
-        cwd=toy,
-        env={**os.environ, "AIM_RUNS": str(toy / "runs")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    def start(steps):
+        return subprocess.Popen(
+            [Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p", "steps", str(steps)],
+            cwd=toy,
+            env={**os.environ, "AIM_RUNS": str(toy / "runs")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
     both = [start(steps) for steps in (5, 6)]
     try:
         told = [p.communicate(timeout=120) for p in both]
@@ -211,6 +212,15 @@ REFUSED = [
     ("30_continual", ("metatest_update", ""), "metatest_update is empty"),
     ("30_continual", ("steps", "-5"), "at least 1"),
     ("30_continual", ("rates", "9"), "1 to 7"),
+    ("20_fewshot", ("seeds", "0,1,1"), "none twice"),
+    ("20_fewshot", ("mask", "none"), "choose one of attended, fixed, random"),
+    ("30_continual", ("seeds", "0,0"), "none twice"),
+    ("30_continual", ("rates", ""), "rates should be a whole number"),
+    ("30_continual", ("preset", "mine"), "choose one of ours, release, paper"),
+    ("30_continual", ("switches", "gate"), "did you mean gate?"),
+    ("30_continual", ("switches", "norm=batch"), "choose one of affine, instance"),
+    ("30_continual", ("switches", "metatest_update=fast"), "a parameter of its own"),
+    ("30_continual", ("stop_if_dead", "maybe"), "should be true or false"),
     ("31_continual_activation", ("methods", "oml"), "choose one of oml+aim, anml+aim"),
 ]
 
@@ -223,6 +233,12 @@ def test_what_could_not_run_is_refused_before_it_starts(stem, pair, says, flags,
     monkeypatch.setattr(cli, "start", lambda *args: pytest.fail("it was started"))
     assert says in one_line(call("run", stem, "-p", *pair, *flags))
     assert files(tmp_path) == []
+
+
+def test_a_switch_of_yes_or_no(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    done = call("run", "30_continual", "-p", "stop_if_dead", "True", "--dry-run")
+    assert done.exit_code == 0 and re.search(r"^ \* stop_if_dead +True ", done.output, re.M), done.output
 
 
 def test_zero_steps_are_the_budgets_own(monkeypatch):

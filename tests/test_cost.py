@@ -8,7 +8,6 @@ from aim_nb.bank_files import load_bank
 from aim_nb.checkpoints import Checkpoints
 from aim_nb.core import Budget, numpy_rng
 from aim_nb.loop import run_loop
-from aim_nb.pretrain import features_from_arrays
 from aim_nb.train_continual import ContinualTrainee
 from aim_nb.train_fewshot import train_fewshot
 
@@ -29,7 +28,10 @@ def show(tally, what, history, folder):
 @pytest.mark.stress
 def test_cost_in_fewshot_training(tmp_path, tally):
     rng = numpy_rng("cost")
-    split = lambda: (rng.normal(size=(40 * 30, 256)).astype(np.float32), np.repeat(np.arange(40), 30))
+
+    def split():
+        return rng.normal(size=(40 * 30, 256)).astype(np.float32), np.repeat(np.arange(40), 30)
+
     r = train_fewshot(
         dict(train=split(), val=split(), test=split()),
         budget=Budget("cost", "fewshot", 1500, 500, 50, 20),

@@ -52,15 +52,14 @@ def test_every_kind_of_figure_has_a_glyphs_twin():
         for r in paper_labels()
         if r["kind"] == "figure" and r["backbones"] != ["wrn-28-10"]
     }
-    twin = lambda stem: (
-        stem
-        if stem in ("AIM", "applying_aims")
-        else "mask-cont_glyphs"
-        if "cont_" in stem
-        else f"mask-glyphs_{stem.split('_', 1)[1]}"
-        if stem.startswith("mask-")
-        else f"{stem}_glyphs"
-    )
+
+    def twin(stem):
+        if stem in ("AIM", "applying_aims"):
+            return stem
+        if "cont_" in stem:
+            return "mask-cont_glyphs"
+        return f"mask-glyphs_{stem.split('_', 1)[1]}" if stem.startswith("mask-") else f"{stem}_glyphs"
+
     assert {twin(s) for s in stems} | {"activation_glyphs_continual"} == FIGURES
 
 

@@ -1,6 +1,9 @@
 """`make reproduce DATASET=glyphs BUDGET=smoke`: every experiment notebook on one dataset, then every table and figure and the report, all under runs/."""
 
-import argparse, subprocess, sys, time
+import argparse
+import subprocess
+import sys
+import time
 from pathlib import Path
 from figures import write
 
@@ -12,7 +15,9 @@ def grid():
     "The paper's shots and the whole grids of its ablations, also where a notebook's own default is less."
     from aim_nb.paper import paper_table
 
-    listed = lambda table, name: ",".join(map(str, sorted({row[name] for row in paper_table(table)})))
+    def listed(table, name):
+        return ",".join(map(str, sorted({row[name] for row in paper_table(table)})))
+
     return {
         "shots": listed("few-shot", "n_shot"),
         "K_values": listed("active_mech", "K"),
