@@ -836,9 +836,10 @@ def search(
                 scores[n][rate] = [getattr(outcome, by)[k] for outcome in done]
         todo = {}
         for n in ns:
+            scores[n] = dict(sorted(scores[n].items(), reverse=True))  # the first of equals is the same here and later
             if (rate := next_rate(choose(scores[n]), scores[n])) is not None:
                 todo.setdefault(rate, []).append(n)
-    return {n: dict(sorted(scores[n].items(), reverse=True)) for n in ns}
+    return scores
 
 
 def next_rate(best, tried) -> float | None:

@@ -1,20 +1,25 @@
 "Continual learning as a whole: orders of the meta-gradient, lock step, deferred Adam, protocols, resumption, a baseline that learns."
 
-import itertools, math, os
+import itertools
+import math
+import os
+import time
+import warnings
+from dataclasses import replace
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from aim_nb import activation, evaluate_continual as ec, loop, train_continual as tc
-from aim_nb.aim import AIM, LinearTwin
+from accidents import left, run_child, tiny_bank, unlike
+from aim_nb import activation, backbones, evaluate_continual as ec, loop, train_continual as tc, train_fewshot
+from aim_nb.aim import AIM
 from aim_nb.anml import ANML, anml_loss
 from aim_nb.bank_sources import find_source
 from aim_nb.banks import bank_dir, open_bank
 from aim_nb.checkpoints import shipped_record, tensors_sha
 from aim_nb.core import AimError, CONTINUAL_METHODS, PRESETS, Budget, Protocol, parse_switches, preset, torch_rng
 from aim_nb.oml import OML, Tail, oml_loss
-from aim_nb.tasks import draw_trajectory
+from aim_nb.records import essence, read_record
 
 AIM_SIZE = dict(M=6, K=2, l=1, d_h=5, d_k=4)
 
@@ -160,7 +165,10 @@ def test_lock_step_equals_one_at_a_time(bank):
     net = OML((1, 28, 28), 20, width=4, generator=torch_rng(1))
     jobs = [(r, i) for r in (1e-2, 3e-3) for i in range(2)]
     together = mt(net, bank).outcomes("test", jobs, [3, 6])
-    images = lambda r: mt(net, bank).images(r)
+
+    def images(r):
+        return mt(net, bank).images(r)
+
     for rate, i in jobs:
         alone = mt(net, bank).outcomes("test", [(rate, i)], [3, 6])[rate, i]
         book, _ = ec.metatest_reference(
@@ -327,7 +335,10 @@ def test_metrics_of_a_meta_test(bank, trajectories, tmp_path):
     net = OML((1, 28, 28), 20, "aim", width=4, generator=torch_rng(1), **AIM_SIZE)
     b = Budget("smoke", "continual", 0, 0, runs=2, rates=2, rate_runs=1, classes=10)
     kw = dict(protocol=Protocol(trajectories=trajectories), budget=b)
-    stored = lambda: ec.Store(tmp_path / "store.json", net)
+
+    def stored():
+        return ec.Store(tmp_path / "store.json", net)
+
     m = ec.metatest(net, bank, NORM, **kw, store=stored())
     spent = stored().seconds
     assert (
@@ -473,9 +484,10 @@ def test_an_easier_validation_chooses_nothing_here(shared):
         and [round(r["accuracy"]) for r in hard["history"]] == [-4, -4]
         and hard["metrics"]["best_step"] == 2
     )
-    folder = lambda classes: (
-        tc.training_checkpoints(hard | dict(budget=hard["budget"] | dict(classes=classes))).dir.name
-    )
+
+    def folder(classes):
+        return tc.training_checkpoints(hard | dict(budget=hard["budget"] | dict(classes=classes))).dir.name
+
     assert folder(0) == folder(50) == folder(100) and len({folder(n) for n in (0, 2, 49)}) == 3
     known = shipped_record("continual")
     assert (
@@ -540,3 +552,399 @@ def test_fresh_looks_at_the_mechanisms_again(shared, monkeypatch):
     assert written == [first["key"]] * 2
     activation.continual_activation(rec, fresh=True)
     assert len(written) == 3
+
+
+# --- a record is its question's answer alone -----------------------------------------------------------------------------------------------
+
+
+TINY = Budget("tiny", "continual", steps=8, val_every=3, width=4, runs=1, rates=1, rate_runs=1, classes=4)
+SMALL = dict(M=6, K=2, l=1, inner=3, random=8, n_out=20)
+
+
+@pytest.fixture(scope="module")
+def tiny_data(tmp_path_factory):
+    return tiny_bank(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def run_in(tiny_data, tmp_path, monkeypatch):
+    "run_in(folder, steps): a run whose validations depend on the weights alone, but have their best anywhere."
+
+    def by_weights(net, *args, **kw):
+        return dict(accuracy=int(tensors_sha(net.state_dict())[:6], 16) / 2**24 * 100)
+
+    monkeypatch.setattr(tc, "validate_continual", by_weights)
+
+    def run(folder, steps, seed=0, which="best", **kw):
+        monkeypatch.setenv("AIM_RUNS", str(tmp_path / folder))
+        protocol = preset("ours", "glyphs", weights=which)
+        return tc.run_continual(
+            "glyphs", "oml+aim", seed, replace(TINY, steps=steps), protocol, data_root=str(tiny_data), **SMALL | kw
+        )
+
+    run.data = str(tiny_data)
+    return run
+
+
+def told(record):
+    "All that a run leaves for others: the record, and its log."
+    tensors, meta = tc.read_log(record)
+    return essence(record), record["preset"], record["changed"], tensors_sha(tensors), meta
+
+
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_a_record_does_not_depend_on_what_ran_before_it(run_in, which):
+    bests = set()
+    for seed in range(3):
+        for steps in (1, 2, 4, 5):
+            run_in("shared", steps, seed, which)
+        after = told(run_in("shared", 6, seed, which))
+        alone = run_in("alone", 6, seed, which)
+        assert after == told(alone) and [row["step"] for row in alone["history"]] == [3, 6]
+        bests.add(alone["metrics"]["best_step"])
+    assert bests == {3, 6}, "the best is now the end, now an earlier validation"
+
+
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_a_milestone_gives_the_record_of_a_short_training(run_in, which, monkeypatch):
+    "At a milestone of every training, and at the end of a shorter one that another went on from."
+    monkeypatch.setattr(tc, "MILESTONES", (4,))
+    for seed in range(3):
+        alone = {steps: told(run_in("alone" + str(steps), steps, seed, which)) for steps in (4, 5)}
+        run_in("shared", 5, seed, which)
+        run_in("shared", 8, seed, which)
+        for path in (tc.runs_dir() / "records").iterdir():
+            path.unlink()
+        with monkeypatch.context() as m:
+            m.setattr(tc.ContinualTrainee, "step", None)  # nothing is trained
+            assert {steps: told(run_in("shared", steps, seed, which)) for steps in (4, 5)} == alone
+
+
+# --- real processes: the weights that a history names, and the lock ------------------------------------------------------------------------
+
+
+def first_is_best():
+    "In a child: validations only get worse, so that the best weights are read from a file."
+    loop.Run.score = lambda self, row: -row["step"]
+
+
+@pytest.mark.parametrize("method", ["oml+aim", "sib+aim"])
+def test_best_weights_are_those_of_the_step_that_the_history_names(method, tiny_data, tmp_path):
+    "Weights of another step in the file's place, or none: one sentence, and no record."
+    child = run_child(method, tmp_path, tiny_data, before=first_is_best)
+    assert child.wait() == 0, child.text
+    runs = tmp_path / "runs"
+    (record,) = map(read_record, (runs / "records").iterdir())
+    (folder,) = (runs / "checkpoints").glob(f"{record['task']}-*")
+    best, last = (
+        folder / f"weights-{row['step']:09d}.safetensors" for row in (record["history"][0], record["history"][-1])
+    )
+    assert record["metrics"]["best_step"] == record["history"][0]["step"]
+    right = best.read_bytes()
+    for path in (runs / "records").iterdir():
+        path.unlink()
+
+    def refused(words):
+        child = run_child(method, tmp_path, tiny_data, before=first_is_best)
+        said = [line for line in child.text.splitlines() if line.startswith("AimError: ")] if child.wait() == 2 else []
+        assert len(said) == 1 and words in said[0] and "--fresh" in said[0], child.text
+        assert not list((runs / "records").iterdir())
+
+    best.write_bytes(last.read_bytes())
+    refused(f"holds the weights of step {record['history'][-1]['step']}")
+    best.unlink()
+    refused(f"the weights of step {record['metrics']['best_step']}, the best validation, are not in")
+    best.write_bytes(right)
+    assert run_child(method, tmp_path, tiny_data, before=first_is_best).wait() == 0
+    assert [essence(read_record(path)) for path in (runs / "records").iterdir()] == [essence(record)]
+
+
+@pytest.mark.parametrize("method", ["oml+aim", "sib+aim"])
+def test_a_run_is_held_until_its_record_is_written(method, tiny_data, tmp_path):
+    "A second process that wants to start over, while the first is in its test, is refused; the first's record is right."
+
+    def slow_test():
+        module, name = (tc, "metatest") if method == "oml+aim" else (train_fewshot, "score_last_and_best")
+        test = getattr(module, name)
+
+        def waiting(*args, **kw):
+            (tmp_path / "testing").touch()
+            while not (tmp_path / "go on").exists():
+                time.sleep(0.01)
+            return test(*args, **kw)
+
+        setattr(module, name, waiting)
+
+    first = run_child(method, tmp_path / "both", tiny_data, before=slow_test, name="first")
+    while not (tmp_path / "testing").exists():
+        assert first.wait(0.01) is None, first.text
+    second = run_child(method, tmp_path / "both", tiny_data, name="second", fresh=True)
+    code = second.wait()
+    (tmp_path / "go on").touch()
+    assert code == 2 and f"process {first.pid} is running this experiment already" in second.text, second.text
+    assert first.wait() == 0, first.text
+    assert run_child(method, tmp_path / "alone", tiny_data).wait() == 0
+    assert not unlike(left(tmp_path / "both"), left(tmp_path / "alone"))
+
+
+# --- presets -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", CONTINUAL_METHODS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_trains_every_method(name, method):
+    b = Budget("smoke", "continual", 20, 0, width=8, classes=4)
+    sizes = dict(M=8, K=3, l=1, inner=4, random=12, n_out=700)
+    t = tc.ContinualTrainee(open_bank("glyphs"), method, 0, b, tc.relevant(method, preset(name, "glyphs")), **sizes)
+    before = {k: v.clone() for k, v in t.net.state_dict().items()}
+    losses = [float(t.step(i)["loss"]) for i in range(20)]
+    assert np.isfinite(losses).all() and all(p.isfinite().all() for p in t.net.parameters())
+    assert any(not torch.equal(v, before[k]) for k, v in t.net.state_dict().items() if k.startswith(t.net.slow))
+
+
+# --- dead networks -------------------------------------------------------------------------------------------------------------------------
+
+
+def last_norm(net):
+    "Scale and shift after the last convolution."
+    parameters = dict(net.rln.named_parameters())
+    scale, shift = [p for name, p in parameters.items() if "conv" not in name][-2:]
+    return scale, shift
+
+
+def dying(make, scale, shift):
+    def made(*args, **kw):
+        net = make(*args, **kw)
+        with torch.no_grad():
+            last_norm(net)[0].mul_(scale)
+            last_norm(net)[1].fill_(shift)
+        return net
+
+    return made
+
+
+@pytest.mark.parametrize("method", ["oml", "oml+aim"])
+def test_a_dead_network_is_named(method, run_in, tmp_path, monkeypatch):
+    "Every ReLU of the last layer is shut: one warning, rows and record say so, and the accuracy is one class of n."
+    monkeypatch.setattr(tc, "make_continual", dying(tc.make_continual, 1.0, -1e4))
+    budget = replace(TINY, steps=8, val_every=2)
+    protocol = preset("release", "glyphs")
+    for stop, last in ((False, 8), (True, 4)):
+        monkeypatch.setenv("AIM_RUNS", str(tmp_path / str(stop)))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            rec = tc.run_continual(
+                "glyphs", method, 0, budget, protocol, data_root=run_in.data, stop_if_dead=stop, **SMALL
+            )
+        assert [str(w.message) for w in said if "dead" in str(w.message)] == [
+            f"glyphs {method} seed 0: dead since step 4 or before: every image gets the same logits, "
+            "and no gradient reaches the first convolution."
+        ]
+        assert [row["constant"] for row in rec["history"]] == [True] * (last // 2)
+        assert (rec["metrics"]["died_at"], rec["metrics"]["last_step"]) == (4, last)
+        assert np.allclose(rec["metrics"]["test"], [100 / n for n in rec["metrics"]["n_classes"]], atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12])
+def test_a_network_on_a_plateau_is_not_dead(run_in, scale, monkeypatch):
+    "Logits that agree to the last bit are not enough: here a gradient still arrives."
+    monkeypatch.setattr(tc, "make_continual", dying(tc.make_continual, scale, 0.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rec = run_in("plateau", 6, stop_if_dead=True)
+    assert [row["constant"] for row in rec["history"]] == [False, False]
+    assert (rec["metrics"]["died_at"], rec["metrics"]["last_step"]) == (0, 6)
+
+
+def test_one_constant_validation_is_no_death():
+    rows = [dict(step=s, constant=c) for s, c in ((1, True), (2, False), (3, True), (4, True), (5, True))]
+    assert tc.died_at(rows) == 4 and tc.died_at(rows[:3]) == 0 and tc.died_at([]) == 0
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------------------------------
+
+
+BAD = {
+    "contradiction": (lambda: Protocol(gate="raw", decision="soft"), "needs gate='sigmoid'"),
+    "twice": (lambda: parse_switches("norm=affine,norm=instance"), "norm is given twice"),
+    "of few-shot runs": (lambda: preset("paper", **parse_switches("decision=soft")), "belongs to few-shot runs"),
+    "unknown mask": (lambda: preset("ours", mask="none"), "choose one of attended, fixed, random"),
+    "unknown preset": (lambda: preset("theirs"), "choose one of ours, release, paper"),
+    "unknown switch": (lambda: parse_switches("gait=raw"), "did you mean gate?"),
+    "unknown value": (lambda: parse_switches("weights=first"), "choose one of last, best"),
+    "no rates": (lambda: ec.pick_rates(0), "at least 1"),
+    "negative rates": (lambda: tc.run_continual(rates=-1), "at least 1"),
+    "many rates": (lambda: tc.run_continual(rates=9), "choose 1 to 7, or 14"),
+    "unknown method": (lambda: tc.run_continual(method="oml+aims"), "choose one of oml"),
+    "bf16": (lambda: tc.run_continual(protocol=preset("ours", precision="bf16")), "use precision='float32'"),
+    "random masks that move": (
+        lambda: tc.run_continual(protocol=preset("ours", mask="random", metatest_update="fast")),
+        "use metatest_update=head",
+    ),
+    "K above M": (lambda: tc.run_continual(M=4, K=5, budget="smoke"), "K"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_sentence_before_anything_runs(what, tmp_path, monkeypatch):
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(backbones, "has_bf16", lambda device="cpu": False)
+    monkeypatch.setattr(tc.ContinualTrainee, "step", None)
+    act, words = BAD[what]
+    with pytest.raises(AimError) as error:
+        act()
+    assert words in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "runs").exists()
+
+
+# --- controls of attention -----------------------------------------------------------------------------------------------------------------
+
+
+def masked(bank, mask, **kw):
+    "A trainee with that mask, after some steps."
+    b = Budget("smoke", "continual", 6, 0, width=4, runs=2, rates=1, rate_runs=1, classes=4)
+    protocol = tc.relevant("oml+aim", preset("ours", "glyphs", mask=mask, **kw))
+    t = tc.ContinualTrainee(bank, "oml+aim", 0, b, protocol, M=8, K=3, l=0, inner=4, random=12, n_out=30)
+    for i in range(6):
+        assert math.isfinite(float(t.step(i)["loss"]))
+    return t
+
+
+@pytest.mark.parametrize("update", ["head", "fast", "means"])
+def test_a_fixed_mask_uses_the_same_k_mechanisms(bank, update):
+    t = masked(bank, "fixed")
+    layer = t.net.tail.layer
+    first = tc.make_continual("oml+aim", (1, 28, 28), 30, t.protocol, 4, 8, 3, 0).tail.layer.W_M
+    used = (layer.W_M != first).flatten(1).any(1)
+    assert used.sum() == 3, "the others have never moved"
+    assert t.validate(6)["used"] == 3
+    for split in ("val", "test"):
+        use = ec.mechanism_use(t.net, bank, t.norm, split)["mask"]
+        assert torch.equal(use, used.float().expand_as(use))
+
+    def metrics():
+        return ec.metatest(t.net, bank, t.norm, t.protocol, t.budget, update=update)
+
+    before = metrics()
+    with torch.no_grad():
+        layer.W_M[~used] = 100.0
+    assert metrics() == before, "nor are they used at meta-test"
+    with torch.no_grad():
+        layer.W_M[used.nonzero()[0]] *= -3
+    assert metrics() != before
+
+
+def test_a_random_mask_is_a_function_of_the_image(bank):
+    t = masked(bank, "random")
+    masks = t.net.row_masks
+    assert masks.shape == (len(bank.labels), 8) and (masks.sum(1) == 3).all()
+    assert len(masks.unique(dim=0)) > 20 and masks.float().mean(0).sub(3 / 8).abs().max() < 0.15
+    assert torch.equal(masks, masked(bank, "random").net.row_masks)
+
+    m = ec.MetaTest(t.net, bank, t.norm, t.protocol)
+    rows = np.concatenate(bank.class_rows("test"))[:12]
+    with ec.evaluating(t.net), torch.no_grad():
+        z = t.net.tail.reduced(t.net.features(m.images(rows)))
+        layer = t.net.tail.layer
+        scores = layer.attention(z, masks[rows]).score
+        by_hand = torch.stack(
+            [sum(scores[i, k] * (z[i] @ layer.W_M[k]) for k in np.flatnonzero(masks[r])) for i, r in enumerate(rows)]
+        )
+        got = m.embed(m.images(rows), rows)
+        turned = m.embed(m.images(rows[::-1]), rows[::-1].copy()).flip(0)
+    torch.testing.assert_close(got, F.normalize(by_hand, dim=-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(turned, got)  # in any company
+    for update in ("head", "means"):
+        metrics = ec.metatest(t.net, bank, t.norm, t.protocol, t.budget, update=update)
+        assert metrics == ec.metatest(t.net, bank, t.norm, t.protocol, t.budget, update=update)
+        t.net.row_masks = masks.roll(1, 0)
+        assert metrics != ec.metatest(t.net, bank, t.norm, t.protocol, t.budget, update=update)
+        t.net.row_masks = masks
+
+
+# --- rates, class means, leak --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_of_rates_grows_at_its_edge(bank):
+    net = OML((1, 28, 28), 30, width=4, generator=torch_rng(1))
+    b = Budget("smoke", "continual", 0, 0, runs=1, rates=2, rate_runs=2, classes=10)
+    m = ec.metatest(net, bank, NORM, Protocol(), b)
+    first = ec.pick_rates(2, "head", False)
+    assert m["rates_added"] and set(m["rates_added"]) == set(m["rates_tried"]) - set(first)
+    assert set(m["rates_tried"]) <= set(ec.LADDER) and m["rates_tried"] == sorted(m["rates_tried"], reverse=True)
+    for n, rate, scores in zip(m["n_classes"], m["rates"], m["rate_scores"]):
+        tried = [r for r, score in zip(m["rates_tried"], scores) if score is not None]
+        assert rate in tried and (min(tried) < rate < max(tried) or rate in (ec.LADDER[0], ec.LADDER[-1]))
+
+    def peaked(best):
+        class Spy(ec.MetaTest):
+            def outcomes(self, stream, jobs, ns, desc=""):
+                return {(r, i): ec.Outcome([0.0] * len(ns), [-abs(math.log(r / best))] * len(ns), []) for r, i in jobs}
+
+        return ec.search(Spy(None, bank, NORM), "val", [5], (2e-3, 1e-3, 6e-4), 1)[5]
+
+    assert list(peaked(1e-3)) == [2e-3, 1e-3, 6e-4]
+    assert list(peaked(3e-3)) == [6e-3, 3e-3, 2e-3, 1e-3, 6e-4]
+    assert min(peaked(1e-9)) == ec.LADDER[-1] and max(peaked(9.0)) == ec.LADDER[0]
+
+
+@pytest.mark.parametrize("layer", ["", "unit", "aim"])
+def test_class_means_by_numpy(bank, layer):
+    net = OML((1, 28, 28), 30, layer, width=4, generator=torch_rng(1), **(AIM_SIZE if layer == "aim" else {})).eval()
+    b = Budget("smoke", "continual", 0, 0, runs=2, classes=10)
+    m = ec.metatest(net, bank, NORM, Protocol(metatest_update="means"), b)
+    test = ec.MetaTest(net, bank, NORM, Protocol())
+    parts = {"": lambda x: net.tail.embed(net.features(x)), "_features": net.features}
+    for name, embed in parts.items():
+        if not layer and name:
+            continue  # the same
+        for run in range(2):
+            tr = test.trajectory("test", run, 10)
+            with torch.no_grad():
+                learnt, asked = (
+                    embed(test.images(rows.ravel())).numpy().reshape(*rows.shape, -1) for rows in (tr.train, tr.test)
+                )
+            for k, n in enumerate(m["n_classes"]):
+                means = learnt[:n].mean(1)
+                for got, images in (("train", learnt[:n]), ("test", asked[:n])):
+                    distance = ((images[:, :, None] - means) ** 2).sum(-1)
+                    right = distance.argmin(-1) == np.arange(n)[:, None]
+                    assert m[got + name][run][k] == pytest.approx(100 * right.mean(), abs=1e-3)
+    assert ("test_features" in m) == bool(layer) and m["rates_tried"] == [] and m["update"] == "means"
+
+
+@pytest.mark.parametrize("update", ["head", "means"])
+def test_leak_compares_seen_classes_with_new_ones(bank, update):
+    "Images learnt from and held out, of new classes and of those of meta-training: as many of each, and the same rate."
+    net = OML((1, 28, 28), 30, width=4, generator=torch_rng(1))
+    b = Budget("smoke", "continual", 0, 0, runs=2, rates=2, rate_runs=1, classes=10)
+    m = ec.metatest(net, bank, NORM, Protocol(protocol="leak"), b, update=update)
+    plain = ec.metatest(net, bank, NORM, Protocol(), b, update=update)
+    assert {k: m[k] for k in plain} == plain, "nothing else changes"
+    assert set(m) - set(plain) == {"seen_n_classes", "seen_train", "seen_test"}
+    assert m["seen_n_classes"] == m["n_classes"] and np.shape(m["seen_test"]) == np.shape(m["test"])
+    test = ec.MetaTest(net, bank, NORM, Protocol(protocol="leak"))
+    trained = {int(r) for c in bank.class_rows("train") for r in c}
+    seen, new = (test.trajectory(stream, 0, 10) for stream in ("seen", "test"))
+    assert seen.train.shape == new.train.shape and seen.test.shape == new.test.shape
+    assert {*seen.train.ravel(), *seen.test.ravel()} <= trained and not {
+        *new.train.ravel(),
+        *new.test.ravel(),
+    } & trained
+    assert not {*seen.train.ravel()} & {*seen.test.ravel()}
+    if update == "head":
+        for k, n in enumerate(m["n_classes"]):
+            longest = max(n for n, rate in zip(m["n_classes"], m["rates"]) if rate == m["rates"][k])
+            for run in range(2):
+                outcome = test.outcomes("seen", [(m["rates"][k], run)], [n, longest] if n < longest else [n])
+                (o,) = outcome.values()
+                assert m["seen_test"][run][k] == pytest.approx(o.test[0], abs=1e-3)
+                assert m["seen_train"][run][k] == pytest.approx(o.train[0], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["glyphs", "omniglot"])
+def test_leak_learns_from_fifteen_images(name, request):
+    bank = open_bank("glyphs") if name == "glyphs" else request.getfixturevalue("omniglot")
+    test = ec.MetaTest(None, bank, NORM, Protocol(protocol="leak"))
+    for stream in ("seen", "test"):
+        tr = test.trajectory(stream, 0, 10)
+        assert tr.train.shape == (10, 15) and tr.test.shape == (10, 5)
