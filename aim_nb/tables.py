@@ -41,7 +41,14 @@ def moved_switches(rec) -> dict:
     return own | {k: changed[k] for k in SWITCHES if k in changed}
 
 
-TRAINEE = ("inner", "random", "n_classes", "n_out", "lr_in", "lr_out")  # in a continual record only where they are not the usual ones
+TRAINEE = (
+    "inner",
+    "random",
+    "n_classes",
+    "n_out",
+    "lr_in",
+    "lr_out",
+)  # in a continual record only where they are not the usual ones
 EPISODE = dict(n_way=5, n_query=15, d_out=0)  # the usual ones of a few-shot record
 
 
@@ -73,7 +80,9 @@ def meta_test(rec) -> str:
 
 def _question(rec):
     "What the seeds of one cell have in common."
-    parameters = {k: v for k, v in rec["parameters"].items() if k not in ("backbone_sha", "backbone_seed", "stop_if_dead")}
+    parameters = {
+        k: v for k, v in rec["parameters"].items() if k not in ("backbone_sha", "backbone_seed", "stop_if_dead")
+    }
     asked = [rec.get(k) for k in ("task", "dataset", "method", "budget", "protocol", "n_classes")]
     return content_key([*asked, parameters])
 
