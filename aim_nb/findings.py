@@ -1196,16 +1196,16 @@ def _named(label, dataset, preset) -> str:
 def trajectory_figures(records) -> dict:
     "File name -> figure: accuracy over the number of classes, for each dataset, preset and choice of what learns at meta-test."
     out = {}
-    for (d, preset), of in _drawn(records).items():
+    for (d, name), of in _drawn(records).items():
         for learns, words in LEARNS.items():
             if learns not in {u for _, u in of}:
                 continue
             plain = {m: r for (m, u), r in of.items() if u == "head" and learns == "fast" and "aim" not in m}
             lines = plain | {m: r for (m, u), r in of.items() if u == learns}
             title = f"{d}, {next(iter(of.values()))['budget']['steps']:,} steps; {words}"
-            name = _named("fig:benchmark_continual", d, preset) + ("" if learns == "head" else f"_{learns}")
+            file = _named("fig:benchmark_continual", d, name) + ("" if learns == "head" else f"_{learns}")
             curves = {m: continual_curve(r) for m, r in lines.items()}
-            out[name] = viz.accuracy_trajectories(curves, d, title=_titled(title, lines.values()))
+            out[file] = viz.accuracy_trajectories(curves, d, title=_titled(title, lines.values()))
     return out
 
 # %% ../nbs/18_findings.ipynb #9ce4beb1
@@ -1217,11 +1217,11 @@ def _aged(records) -> dict:
 def forgetting_figures(records) -> dict:
     "File name -> figure: accuracy of each class over how long ago it was learnt, for each dataset and preset."
     out = {}
-    for (d, preset), of in _aged(records).items():
+    for (d, name), of in _aged(records).items():
         ages = [{m: r["metrics"]["by_age"] for (m, u), r in of.items() if u == learns} for learns in ("head", "fast")]
         if any(ages):
             title = f"{d}, {next(iter(of.values()))['budget']['steps']:,} steps"
-            out[_named("fig:forgetting", d, preset)] = viz.forgetting_curves(*ages, _titled(title, of.values()))
+            out[_named("fig:forgetting", d, name)] = viz.forgetting_curves(*ages, _titled(title, of.values()))
     return out
 
 

@@ -62,12 +62,12 @@ def continual(
     dataset="omniglot",
     runs=2,
     n_classes=None,
-    switches={},
+    switches=None,
     base="ours",
     **effort,
 ):
     "A made-up continual record, `shift` points from the paper's figures; `switches` of the preset `base` are changed."
-    protocol = relevant(method, preset(base, dataset, **switches))
+    protocol = relevant(method, preset(base, dataset, **(switches or {})))
     nearest, changed = nearest_preset(dataset, method, protocol)
     rows = [
         r
