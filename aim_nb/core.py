@@ -349,9 +349,6 @@ def preset(
     unknown = [k for k in changes if k not in SWITCHES]
     if unknown:
         raise AimError(f"There is no switch {unknown[0]!r}; the switches are {', '.join(SWITCHES)}.")
-    other = [k for k in changes if k in _FEWSHOT_ALONE]
-    if other:
-        raise AimError(f"The switch {other[0]!r} belongs to few-shot runs; a continual run does not have it.")
     redrawn = _by_data(dataset, "same", "redrawn")
     values = dict(
         release=dict(
@@ -406,7 +403,11 @@ def preset(
             metatest_rate="validation",
         ),
     )[name]
-    return Protocol(**{**values, **changes})
+    protocol = Protocol(**{**values, **changes})
+    other = [k for k in changes if k in _FEWSHOT_ALONE]
+    if other:
+        raise AimError(f"The switch {other[0]!r} belongs to few-shot runs; a continual run does not have it.")
+    return protocol
 
 
 PRESETS = ("ours", "release", "paper")
@@ -429,7 +430,7 @@ def parse_switches(
             hint = f"did you mean {near[0]}?" if near else f"the switches are {', '.join(SWITCHES)}."
             raise AimError(f"switches: {word!r} is not name=value with a known name; {hint}")
         if name in out:
-            raise AimError(f"switches: {name} is given twice; name it once.")
+            raise AimError(f"switches={text!r} sets {name} twice; leave one of them out.")
         known = {str(v): v for v in SWITCHES[name]}
         out[name] = known[check_choice(name, value, known)]
     return out
