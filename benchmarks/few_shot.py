@@ -87,7 +87,10 @@ class Stepper:
             "inplace",
             adapt,
         )
-        self.run, self.blocks = episodes(layer.train(), len(ys) if adapt else 0), blocks(layer, items)
+        self.run = episodes(layer.train(), len(ys) if adapt else 0)
+        self.blocks = blocks(layer, items)
+        if not isinstance(layer, AIM):  # nothing to choose
+            self.blocks = [(Z,) for Z, *_ in self.blocks]
 
     def __call__(self):
         for Z, *ranks in self.blocks:

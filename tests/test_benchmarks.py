@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from aim_nb.oml import Tail, make_layer  # noqa: E402
+from aim_nb.aim import AIM  # noqa: E402
+from aim_nb.oml import Tail  # noqa: E402
 from aim_nb.reference import PlainAIM, PlainSIB, PlainTail  # noqa: E402
 from benchmarks import continual, few_shot, harness, images, layer, profiles, work  # noqa: E402, F401
 from benchmarks.__main__ import main, merge, run  # noqa: E402
@@ -101,12 +102,8 @@ def multiplied(fn, *args):
 
 def test_work_is_what_the_plain_equations_multiply():
     assert 3 * multiplied(PlainSIB(6), torch.randn(5, 6), torch.randn(15, 6)) == work.sib(5, 15, 6)["macs"]
-    M, d_h, d_k, tail = (
-        4,
-        3,
-        2,
-        Tail(6, 5, make_layer("aim", 5, M=4, K=4, l=0, d_h=3, d_k=2, gate="raw"), d_reduce=8),
-    )  # all mechanisms in use
+    M, d_h, d_k = 4, 3, 2
+    tail = Tail(6, 5, lambda d: AIM(d, d, M, K=M, l=0, d_h=d_h, d_k=d_k, gate="raw"), d_reduce=8)  # all are in use
     plain, biases = PlainTail(6, 8, PlainAIM(8, 8, M, M, 0, d_h, d_k, "raw"), 8, 5), 8 + 5
     assert multiplied(plain, torch.ones(1, 6)) == work.tail_weights(tail) - biases + M * d_k
 

@@ -766,7 +766,7 @@ def test_one_constant_validation_is_no_death():
 
 BAD = {
     "contradiction": (lambda: Protocol(gate="raw", decision="soft"), "needs gate='sigmoid'"),
-    "twice": (lambda: parse_switches("norm=affine,norm=instance"), "norm is given twice"),
+    "twice": (lambda: parse_switches("norm=affine,norm=instance"), "sets norm twice"),
     "of few-shot runs": (lambda: preset("paper", **parse_switches("decision=soft")), "belongs to few-shot runs"),
     "unknown mask": (lambda: preset("ours", mask="none"), "choose one of attended, fixed, random"),
     "unknown preset": (lambda: preset("theirs"), "choose one of ours, release, paper"),
