@@ -28,12 +28,12 @@ import torch
 from PIL import Image, ImageOps
 from .core import AimError, atomic_dir, content_key, data_root
 from .paper import class_split
-from .bank_files import PARTS, file_errors
+from .bank_files import PARTS, disk_errors, file_errors
 
 # %% auto #0
 __all__ = ['BIG', 'LANCZOS', 'FORMATS', 'SUFFIXES', 'EXPECT', 'FORMS', 'MINI_READERS', 'open_files', 'decode', 'read_pickle',
            'import_torchvision', 'official', 'find_source', 'read_omniglot', 'read_cifar100', 'read_mini_imagenet',
-           'read_folder']
+           'folder_pictures', 'read_folder']
 
 # %% ../nbs/02_bank_sources.ipynb #b3338359
 BIG = dict(  # far above any dataset here, far below what would hurt
@@ -137,7 +137,12 @@ def decode(
             raise AimError(
                 f"{where} claims to be {im.width} x {im.height} pixels, far more than a dataset needs: refused."
             )
-        return ImageOps.exif_transpose(im).convert(mode)
+        if im.mode == "F":
+            raise AimError(f"{where} holds floating-point pixels, whose black and white are not known: refused.")
+        im = ImageOps.exif_transpose(im)
+        if im.mode.startswith("I"):  # 16 bits, of which `convert` would make all above 255 white
+            im = Image.fromarray((np.asarray(im, np.float32) / 257).round().clip(0, 255).astype(np.uint8))
+        return im.convert(mode)
 
 # %% ../nbs/02_bank_sources.ipynb #de8fecfb
 def _raw(data):
@@ -586,61 +591,64 @@ def read_mini_imagenet(root, form, paths, stack) -> dict:
     )
 
 # %% ../nbs/02_bank_sources.ipynb #adff0fbe
-def _folder(name):
-    "The path and the image size that `folder:PATH[@SIZE]` names."
-    m = re.fullmatch(r"folder:(.+?)(?:@(\d+))?", name)
+def _is_picture(file):
+    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+
+
+def folder_pictures(
+    name,  # folder:PATH or folder:PATH@SIZE
+) -> tuple:
+    "The path, the image size and {(split, class): picture files} of somebody's own images."
+    m = re.fullmatch(r"folder:(.+?)(?:@(\d{1,9}))?", name)
     if not m:
-        raise AimError(
-            f"{name!r} names no folder; write folder:PATH, or folder:PATH@SIZE for another size than 84 pixels."
-        )
-    path, side = Path(m[1]).expanduser().absolute(), int(m[2] or 84)
+        raise AimError(f"{name!r} names no folder; write folder:PATH, or folder:PATH@SIZE for other than 84 pixels.")
+    path = Path(os.path.expanduser(m[1])).absolute()
+    side = int(m[2] or 84)
     if not 8 <= side <= 512:
         raise AimError(f"folder images of {side} pixels are not supported; choose 8 to 512, such as folder:PATH@84.")
-    for part in PARTS:
-        if not (path / part).is_dir():
-            raise AimError(
-                f"{path} has no folder {part!r}; your own images go into train/CLASS/, val/CLASS/ and test/CLASS/ below it."
-            )
-    return path, side
 
-# %% ../nbs/02_bank_sources.ipynb #e8a8ad9f
-def _folder_files(path):
-    "`split/class` -> its picture files, sorted."
-    out = {}
-    for part in PARTS:
-        for file in sorted((path / part).glob("*/*")):
-            if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
-                out.setdefault(f"{part}/{file.parent.name}", []).append(file)
-        if not any(k.startswith(part + "/") for k in out):
-            raise AimError(
-                f"{path / part} holds no pictures; put them into {part}/CLASS/ as {', '.join(SUFFIXES[:3])}."
-            )
-    return out
+    def check_inside(place):
+        if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
+            raise AimError(f"{place} is a link out of {path}: refused; copy the pictures into the folder.")
 
+    classes = {}
+    with disk_errors(path):
+        for part in PARTS:
+            if not (path / part).is_dir():
+                raise AimError(f"{path} has no folder {part!r}; it needs train/CLASS/, val/CLASS/ and test/CLASS/.")
+            for folder in sorted(p for p in (path / part).iterdir() if p.is_dir()):
+                check_inside(folder)
+                files = sorted(filter(_is_picture, folder.iterdir()))
+                for file in files:
+                    if file.is_symlink():
+                        check_inside(file)
+                    _check_file(file, BIG["file"])
+                if files:
+                    classes[part, folder.name] = files
+            if part not in [p for p, _ in classes]:
+                raise AimError(f"{path / part} holds no pictures; put them into {part}/CLASS/ as .png or .jpg.")
+    return path, side, classes
 
+# %% ../nbs/02_bank_sources.ipynb #65a20edd
 def _square(file, side):
     return np.asarray(ImageOps.fit(decode(_read_file(file), file, "RGB"), (side, side), LANCZOS))
 
-# %% ../nbs/02_bank_sources.ipynb #ad030efb
+
 def read_folder(name) -> dict:
     "Anyone's own images."
-    path, side = _folder(name)
-    files = _folder_files(path)
-    keys = sorted(files, key=lambda k: (k.partition("/")[2], k))
-    names = [k.partition("/")[2] for k in keys]
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
-        raise AimError(
-            f"{path}: class {twice[0]!r} stands in two of train/ val/ test/; few-shot classes must be disjoint."
-        )
-    counts = [len(files[k]) for k in keys]
-    splits = {part: [i for i, k in enumerate(keys) if k.startswith(part + "/")] for part in PARTS}
+    path, side, files = folder_pictures(name)
+    keys = sorted(files, key=lambda key: key[::-1])  # by class
+    names = [name for _, name in keys]
+    for before, name in zip(names, names[1:]):
+        if name == before:
+            raise AimError(f"{path}: class {name!r} stands in two of train/ val/ test/; classes must be disjoint.")
+    counts = [len(files[key]) for key in keys]
     return dict(
-        images=(np.stack([_square(f, side) for f in files[k]]) for k in keys),
+        images=(np.stack([_square(f, side) for f in files[key]]) for key in keys),
         labels=np.repeat(np.arange(len(keys)), counts),
         split=_tail(counts, 1 / 4),
         class_names=names,
-        splits=splits,
+        splits={part: [i for i, key in enumerate(keys) if key[0] == part] for part in PARTS},
         image_split="of each class the last quarter are test images",
         checksum="Own images.",
         source=f"pictures below {path}",

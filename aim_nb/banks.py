@@ -13,9 +13,8 @@ from .bank_files import ARRAYS, PARTS, Bank, disk_errors, load_bank, write_bank
 from aim_nb.bank_sources import (
     FORMS,
     _fetch,
-    _folder,
-    _folder_files,
     find_source,
+    folder_pictures,
     official,
     read_cifar100,
     read_folder,
@@ -64,12 +63,9 @@ def bank_dir(
     "The directory of a bank, whether it is there or not."
     root = data_root(root)
     if name.startswith("folder:"):
-        path, side = _folder(name)
-        stamp = [
-            (f.relative_to(path).as_posix(), f.stat().st_size, f.stat().st_mtime_ns)
-            for fs in _folder_files(path).values()
-            for f in fs
-        ]
+        path, side, classes = folder_pictures(name)
+        files = [(f, f.stat()) for files in classes.values() for f in files]
+        stamp = [(f.relative_to(path).as_posix(), info.st_size, info.st_mtime_ns) for f, info in files]
         return root / f"folder-{content_key([str(path), side, stamp])}"
     if re.fullmatch("folder-[0-9a-f]{12}", name) and (root / name / "bank.json").exists():
         return root / name
@@ -170,8 +166,7 @@ def prepare_bank(
             shutil.rmtree(stale)  # of a build that was killed
         with disk_errors(dir):
             parts = _parts(name, root, download, stack)
-        shown = f"folder:{_folder(name)[0].name}" if name.startswith("folder:") else name
-        write_bank(dir, shown, **parts)
+        write_bank(dir, dir.name, **parts)
     return load_bank(dir)
 
 # %% ../nbs/02_banks.ipynb #880394af

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -32,6 +33,7 @@ from aim_nb.bank_sources import find_source, read_pickle
 from aim_nb.banks import bank_dir, check_bank, list_banks, open_bank, prepare_bank
 from aim_nb.core import AimError, DATASETS, content_key, numpy_rng, worker_env
 from aim_nb.paper import class_split
+from aim_nb.tasks import policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum of.*:UserWarning")
 
@@ -283,7 +285,7 @@ def test_own_pictures(pictures):
         and bank.class_names == list("abcdef")
         and bank.splits == dict(train=[0, 1, 2], val=[3], test=[4, 5])
     )
-    assert bank.split.tolist() == [0, 0, 0, 1] * 6 and bank.name == "folder:own"
+    assert bank.split.tolist() == [0, 0, 0, 1] * 6
     small = open_bank(f"folder:{pictures}/own@16", pictures)
     assert (
         small.shape == (16, 16, 3)
@@ -311,6 +313,56 @@ def test_own_pictures(pictures):
 def test_bad_own_pictures(pictures, spoil, words):
     spoil(pictures / "own")
     refused(pictures, *words, name=f"folder:{pictures}/own")
+
+
+def test_a_bank_of_any_path_has_a_short_and_safe_name(pictures):
+    for path in ("x" * 200, "my pictures", "Vögel", "a@b:c"):
+        (pictures / "own").rename(pictures / path)
+        bank = open_bank(f"folder:{pictures / path}@16", pictures)
+        assert re.fullmatch("folder-[0-9a-f]{12}", bank.name)
+        assert open_bank(bank.name, pictures).sha == bank.sha and policy(bank.name) == policy("folder:any")
+        (pictures / path).rename(pictures / "own")
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "~nosuchuser/own", "a\0b", "x@" + "9" * 5000])
+def test_a_path_that_cannot_be_is_one_sentence(tmp_path, path):
+    refused(tmp_path, name=f"folder:{path}")
+
+
+@pytest.mark.parametrize("form", ["png", "pgm"])
+def test_grey_pictures_of_16_bits_are_scaled(pictures, form):
+    ramp = np.linspace(0, 65535, 16 * 16).reshape(16, 16).astype(np.uint16)
+    for file in (pictures / "own").glob("*/*/*"):
+        file.unlink()
+        data = b"P5 16 16 65535\n" + ramp.astype(">u2").tobytes() if form == "pgm" else png(ramp)
+        file.with_suffix(f".{form}").write_bytes(data)
+    bank = open_bank(f"folder:{pictures}/own@16", pictures)
+    assert abs(bank.images / 255 - ramp[..., None] / 65535).max() < 1 / 255
+
+
+def test_pictures_of_floats_are_refused(pictures):
+    data = b"Pf 4 4 -1\n" + np.ones(16, "<f4").tobytes()
+    (pictures / "own" / "train" / "a" / "0.ppm").write_bytes(data)
+    refused(pictures, "floating-point", name=f"folder:{pictures}/own")
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda own: os.mkfifo(own / "train" / "a" / "9.png"), ["9.png is not a regular file", "refused"]),
+        (lambda own: (own / "train" / "a" / "9.png").symlink_to("/dev/zero"), ["9.png is a link out of", "refused"]),
+        (lambda own: (own / "train" / "a" / "9.png").symlink_to(own.parent / "key.png"), ["is a link out of"]),
+        (lambda own: (own / "train" / "z").symlink_to(own.parent), ["is a link out of"]),
+        (lambda own: (own / "test" / "e" / "9.png").symlink_to("9.png"), ["9.png"]),
+    ],
+)
+def test_links_out_pipes_and_devices_are_refused(pictures, spoil, words):
+    (pictures / "key.png").write_bytes(b"secret")
+    (pictures / "own" / "train" / "a" / "again.png").symlink_to("0.png")  # inside, and so welcome
+    assert len(open_bank(f"folder:{pictures}/own@16", pictures).labels) == 25
+    spoil(pictures / "own")
+    error = str(answer(lambda: open_bank(f"folder:{pictures}/own@16", pictures).sha))
+    assert "\n" not in error and all(w in error for w in words)
 
 
 @pytest.mark.parametrize("name", ["folder:", "folder:\n"])
