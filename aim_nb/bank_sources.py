@@ -416,8 +416,6 @@ def find_source(
     root="",  # where data lives
 ) -> tuple | None:
     "(form, paths) of the first form that is complete, else None."
-    if name == "cifar-fs" and (data_root(root) / "cifar100" / "bank.json").exists():
-        return "the CIFAR-100 bank", []
     for form, files in FORMS[name].items():
         paths = [_there(data_root(root), f) for f in files]
         if all(paths):

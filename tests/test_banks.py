@@ -238,9 +238,21 @@ def test_cifar_fs_is_cifar100_with_its_own_classes(cifar):
     assert fs.info["sha256"] == c100.info["sha256"] and fs.sha != c100.sha
     for part, names in class_split("cifar-fs").items():
         assert sorted(fs.class_names[c] for c in fs.classes(part)) == sorted(names)
+    assert fs.name == "cifar-fs" and (fs.images == c100.images).all() and not (cifar / "cifar-fs").exists()
+    assert prepare_bank("cifar-fs", cifar, force=True).sha == fs.sha
     shutil.rmtree(cifar / "cifar-100-python")
-    shutil.rmtree(cifar / "cifar-fs")
     assert open_bank("cifar-fs", cifar).sha == fs.sha  # from the bank alone
+    rows = {r["name"]: r for r in list_banks(cifar)}
+    assert rows["cifar-fs"]["state"] == "ready" and rows["cifar-fs"]["sha"] == fs.sha != rows["cifar100"]["sha"]
+    assert "64 / 16 / 20 classes" in next(f["detail"] for f in check_bank("cifar-fs", cifar) if f["check"] == "splits")
+
+
+def test_cifar_fs_has_the_hash_that_records_carry():
+    "Kept records are found by the hash of their data."
+    if not os.environ.get("AIM_DATA") or not (bank_dir("cifar100") / "bank.json").exists():
+        pytest.skip("no bank of cifar100 below $AIM_DATA")
+    records = Path(__file__).parents[1].glob("results/fewshot-cifar-fs-*paper*.json")
+    assert {json.loads(p.read_text())["data_sha"] for p in records} == {open_bank("cifar-fs").sha}
 
 
 def test_three_forms_of_mini_imagenet_agree(tmp_path, monkeypatch):
