@@ -371,14 +371,15 @@ def preset(
     unknown = [k for k in changes if k not in SWITCHES]
     if unknown:
         raise AimError(f"There is no switch {unknown[0]!r}; the switches are {', '.join(SWITCHES)}.")
-    other = [k for k in changes if k in _FEWSHOT_ALONE]
-    if other:
-        raise AimError(f"The switch {other[0]!r} belongs to few-shot runs; a continual run does not have it.")
     values = {switch: row[column] for switch, row in _TABLE.items()}
     for switch, value in values.items():
         if isinstance(value, _ByData):
             values[switch] = value.drawings if dataset in _DRAWINGS else value.photographs
-    return Protocol(**{**values, **changes})
+    protocol = Protocol(**{**values, **changes})
+    other = [k for k in changes if k in _FEWSHOT_ALONE]
+    if other:
+        raise AimError(f"The switch {other[0]!r} belongs to few-shot runs; a continual run does not have it.")
+    return protocol
 
 
 def preset_size(name, dataset) -> int:
@@ -400,7 +401,7 @@ def parse_switches(
         if name in out:
             raise AimError(f"switches: {name} is given twice; name it once.")
         if name in out:
-            raise AimError(f"switches: {name} is named twice.")
+            raise AimError(f"switches={text!r} sets {name} twice; leave one of them out.")
         known = {str(v): v for v in SWITCHES[name]}
         out[name] = known[check_choice(name, value, known)]
     return out
