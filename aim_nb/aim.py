@@ -8,14 +8,15 @@ import math
 from typing import NamedTuple
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from .core import AimError, check_choice
 
 # %% auto #0
-__all__ = ['aim_reference', 'Attention', 'whole_mask', 'top_mask', 'random_ranks', 'random_masks', 'Plan', 'plan', 'matrices',
-           'pair_products', 'pair_sum', 'mix', 'mix_grads', 'Layer', 'check_sizes', 'check_input', 'check_finite',
-           'check_soft', 'check_choices', 'normal', 'Attentive', 'unit', 'unit_grad', 'AIM', 'count_parameters',
-           'twin_width', 'LinearTwin', 'linear_twin', 'Identity']
+__all__ = ['aim_reference', 'Attention', 'whole_mask', 'top_mask', 'random_ranks', 'random_masks', 'chosen_pairs', 'can_group',
+           'mix', 'Layer', 'check_sizes', 'check_input', 'check_soft', 'check_choices', 'normal', 'unit', 'unit_grad',
+           'AIM', 'count_parameters', 'twin_width', 'LinearTwin', 'linear_twin', 'Identity']
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
@@ -60,15 +61,12 @@ class Attention(NamedTuple):
 # %% ../nbs/10_aim.ipynb #5a7f7e76
 def whole_mask(
     mask,  # (M,) or (..., M) bool
-    score,  # (..., M)
+    shape,  # (..., M), that of the scores
 ):
-    "A mask that was made elsewhere, in the shape of the scores (a copy, which may be written to)."
-    try:
-        return mask.expand(score.shape).clone()
-    except RuntimeError:
-        raise AimError(
-            f"A mask of shape {tuple(mask.shape)} does not fit scores of shape {tuple(score.shape)}."
-        ) from None
+    "A mask that was made elsewhere, in the shape of the scores."
+    if mask.ndim > len(shape) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1])):
+        raise AimError(f"A mask of shape {tuple(mask.shape)} does not fit scores of shape {tuple(shape)}.")
+    return mask.expand(shape)
 
 # %% ../nbs/10_aim.ipynb #a0ab15cd
 def top_mask(
@@ -79,7 +77,7 @@ def top_mask(
 ):
     "The `K` best mechanisms of each row, or those at `ranks` of the best `K + l`, as a mask (..., M)."
     if ranks is not None and ranks.dtype == torch.bool:
-        return whole_mask(ranks, score)
+        return whole_mask(ranks, score.shape)
     idx = score.topk(K + l if ranks is not None else K, -1).indices
     if ranks is not None:
         idx = idx.gather(-1, ranks.expand(*idx.shape[:-1], K))
@@ -93,10 +91,9 @@ def random_ranks(
     generator=None,  # None: torch's own default generator, as in `torch.nn.Dropout`
 ):
     "`K` of `K + l` positions without replacement: (K,) or (rows, K)."
-    device = generator.device if generator is not None else None
-    return torch.rand(*(() if rows is None else (rows,)), K + l, generator=generator, device=device).argsort(-1)[
-        ..., :K
-    ]
+    shape = (K + l,) if rows is None else (rows, K + l)
+    device = None if generator is None else generator.device
+    return torch.rand(shape, generator=generator, device=device).argsort(-1)[..., :K]
 
 # %% ../nbs/10_aim.ipynb #73d347b3
 def _splitmix64(x):  # uint64 array; products wrap around
@@ -121,147 +118,64 @@ def random_masks(
     return torch.from_numpy(mask)
 
 # %% ../nbs/10_aim.ipynb #ef9cf68a
-class Plan(NamedTuple):
-    "The pairs (row, mechanism) in use, sorted by mechanism."
-
-    rows: torch.Tensor  # (n,)
-    mech: torch.Tensor  # (n,)
-    active: list  # distinct mechanisms, ascending
-    sizes: list  # pairs of each
-
-
-def plan(mask) -> Plan:  # (B, M) bool
-    "Sort the pairs in use by mechanism."
+def chosen_pairs(
+    mask,  # (B, M) bool
+) -> tuple:
+    "The pairs in use, sorted by mechanism: rows (n,), mechanisms (n,), and where each mechanism's pairs end, (M,) int32."
     mech, rows = mask.t().nonzero(as_tuple=True)
-    sizes = mech.bincount(minlength=mask.shape[1]).tolist()  # to the host, which cuts the blocks
-    active = [m for m, n in enumerate(sizes) if n]
-    return Plan(rows, mech, active, [sizes[m] for m in active])
+    return rows, mech, mask.sum(0).cumsum(0, dtype=torch.int32)
 
 # %% ../nbs/10_aim.ipynb #5f388466
-def matrices(W, active):  # (M, ...), some of 0..M-1
-    "The active ones of a stack of matrices, no copy."
-    W = W.detach()
-    parts = (
-        W.unbind() if 4 * len(active) > len(W) else {m: W[m] for m in active}
-    )  # views cost a microsecond one by one, less all together
-    return [parts[m] for m in active]
+_GROUPED = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def pair_products(
+def _is_plain(t) -> bool:
+    "Whether a tensor has data and is met in eager mode, by reverse-mode autograd at most."
+    return (
+        type(t) in (torch.Tensor, nn.Parameter)
+        and not t.is_meta
+        and torch.func.debug_unwrap(t) is t  # not inside vmap, torch.func.grad, ...
+        and forward_ad.unpack_dual(t).tangent is None
+    )
+
+
+def can_group(
     z,  # (B, D)
     W,  # (M, D, V)
-    p,  # Plan
-):
-    "z_r and y_p = z_r W_m for every pair (r, m) of the plan: one product a distinct mechanism, no autograd."
-    Z, Y = z.index_select(0, p.rows), z.new_empty(len(p.rows), W.shape[2])
-    for W_m, z_m, y_m in zip(matrices(W, p.active), Z.split(p.sizes), Y.split(p.sizes)):
-        torch.mm(z_m, W_m, out=y_m)
-    return Z, Y
+    w,  # (B, M)
+) -> bool:
+    "Whether `grouped_mm` can multiply these; if not, the dense form can."
+    if torch.compiler.is_compiling() or z.dtype not in _GROUPED:
+        return False
+    in_16_bytes = all(n * z.element_size() % 16 == 0 for n in W.shape[1:])
+    return in_16_bytes and all(_is_plain(t) for t in (z, W, w))
 
-
-def pair_sum(
-    x,  # (n, V) a row a pair
-    p,  # Plan
-    B,  # rows
-):
-    "Add up the pairs of each row."
-    return x.new_zeros(B, x.shape[1]).index_add_(0, p.rows, x)
-
-# %% ../nbs/10_aim.ipynb #812098e0
-def _mix(z, W, w, p):  # the same for z (with W transposed): sum over pairs of w z_r W_m
-    return pair_sum(pair_products(z, W, p)[1] * w[p.rows, p.mech, None], p, len(z))
-
-
-def _mix_W(z, w, g, p):  # dense, since autograd wants a dense gradient; idle mechanisms keep their zeros
-    Z, G = z.index_select(0, p.rows) * w[p.rows, p.mech, None], g.index_select(0, p.rows)
-    dW = z.new_zeros(w.shape[1], z.shape[1], g.shape[1])
-    for m, z_m, g_m in zip(p.active, Z.split(p.sizes), G.split(p.sizes)):
-        torch.mm(z_m.t(), g_m, out=dW[m])
-    return dW
-
-
-def _mix_w(x, y, p, M):  # zero where a mechanism is idle
-    return x.new_zeros(len(x), M).index_put_((p.rows, p.mech), (x.index_select(0, p.rows) * y).sum(1))
-
-# %% ../nbs/10_aim.ipynb #5805f2e5
-class _Mix(torch.autograd.Function):
-    "The partial derivative of F = sum w_bm z_b W_m g_b in one of its four places, which is then None: 0 z, 1 W, 2 w, 3 g."
-
-    @staticmethod
-    def forward(place, z, W, w, g, mask):
-        p = plan(mask)
-        if place == 0:
-            return _mix(g, W.mT, w, p)
-        if place == 1:
-            return _mix_W(z, w, g, p)
-        if place == 2:
-            return _mix_w(g, pair_products(z, W, p)[1], p, mask.shape[1])
-        return _mix(z, W, w, p)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.place, *parts = inputs
-        ctx.save_for_backward(*parts)
-
-    @staticmethod
-    def backward(ctx, c):
-        *parts, mask = ctx.saved_tensors
-        parts[ctx.place] = c
-        need = [i for i in range(4) if ctx.needs_input_grad[i + 1]]
-        grads = (
-            _first_order(*parts, mask, need)
-            if ctx.place == 3 and not torch.is_grad_enabled()
-            else {i: _Mix.apply(i, *(None if i == j else x for j, x in enumerate(parts)), mask) for i in need}
-        )
-        return None, *(grads.get(i) for i in range(4)), None
-
-    @staticmethod
-    def vmap(info, in_dims, *args):  # blocks differ in size from sample to sample, so this is a loop
-        pick = lambda i: [x if d is None else x.select(d, i) for x, d in zip(args, in_dims)]
-        return torch.stack([_Mix.apply(*pick(i)) for i in range(info.batch_size)]), 0
-
-# %% ../nbs/10_aim.ipynb #805d8ca9
-def _first_order(z, W, w, g, mask, need):
-    p, grads = plan(mask), {}
-    if 0 in need or 2 in need:
-        _, G = pair_products(g, W.mT, p)
-        grads[2] = _mix_w(z, G, p, mask.shape[1])
-        grads[0] = pair_sum(G * w[p.rows, p.mech, None], p, len(z))
-    if 1 in need:
-        grads[1] = _mix_W(z, w, g, p)
-    return {i: grads[i] for i in need}
-
-
+# %% ../nbs/10_aim.ipynb #ed943712
 def mix(
     z,  # (B, D)
     W,  # (M, D, V)
     w,  # (B, M) weights
-    mask,  # (B, M) bool, the pairs in use
+    mask,  # (B, M) bool, the mechanisms in use
 ):
-    "sum over the mechanisms in use of w_bm z_b W_m: differentiable any number of times, idle mechanisms never touched."
-    return _Mix.apply(3, z, W, w, None, mask)
+    "The sum over the mechanisms in use of w_bm z_b W_m, (B, V)."
+    if not can_group(z, W, w):
+        weighted = (w * mask)[:, :, None] * z[:, None]
+        return weighted.flatten(1) @ W.flatten(0, 1)
+    rows, mech, ends = chosen_pairs(mask)
+    products = F.grouped_mm(z[rows], W, offs=ends)
+    return z.new_zeros(len(z), W.shape[2]).index_add(0, rows, products * w[rows, mech, None])
 
-
-def mix_grads(z, W, w, g, mask):
-    "dL/dz and dL/dw for g = dL/d mix(z, W, w, mask); with grad mode on they can be differentiated again."
-    if torch.is_grad_enabled():
-        return _Mix.apply(0, None, W, w, g, mask), _Mix.apply(2, z, W, None, g, mask)
-    grads = _first_order(z, W, w, g, mask, (0, 2))
-    return grads[0], grads[2]
-
-# %% ../nbs/10_aim.ipynb #e11faeae
+# %% ../nbs/10_aim.ipynb #5805f2e5
 class Layer(nn.Module):
     "What may stand between backbone and head."
 
-    threads = (
-        0  # of its wide products in training, the only ones that gain from more than one (0: as many as there are)
-    )
+    threads = 0  # of its wide products in few-shot training (0: as many as there are)
 
     def draw_ranks(self, generator=None, rows=None):  # one stochastic choice for a training pass
         "The positions of the ranking to use, or None for the best K."
         return None
 
-# %% ../nbs/10_aim.ipynb #e4ae9bae
+# %% ../nbs/10_aim.ipynb #805d8ca9
 def check_sizes(**sizes):
     "Refuse anything but positive whole numbers."
     for name, n in sizes.items():
@@ -282,17 +196,6 @@ def check_input(z, d_in, dtype):
     if z.dtype != dtype:
         raise AimError(
             f"The input is {z.dtype} and the weights are {dtype}; convert one of them, for instance with .to({dtype})."
-        )
-
-
-def check_finite(*parts):
-    "Refuse NaN and infinity that reached scores or outputs: their sums tell, without a pass over the weights."
-    if torch.compiler.is_compiling():
-        return  # a compiled graph cannot stop to look
-    total = sum(torch.func.debug_unwrap(t.detach()).float().sum() for t in parts)
-    if not total.isfinite():
-        raise AimError(
-            "The input or a weight in use is NaN or infinite; look at what comes before AIM and at the learning rate."
         )
 
 # %% ../nbs/10_aim.ipynb #429cee65
@@ -325,9 +228,24 @@ def normal(*shape, sd=1.0, generator=None):
     device = None if generator is None else generator.device
     return nn.Parameter(torch.randn(*shape, generator=generator, device=device) * sd)
 
-# %% ../nbs/10_aim.ipynb #aa1486af
-class Attentive(Layer):
-    "The parameters of AIM, and the choice they make."
+# %% ../nbs/10_aim.ipynb #95b3cb07
+def unit(y):
+    "y/||y|| (..., V) and the length (..., 1), which is kept off zero."
+    norm = y.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    return y / norm, norm
+
+
+def unit_grad(
+    g,  # (..., V) gradient with respect to y/||y||
+    out,  # (..., V) and
+    norm,  # (..., 1), what `unit` gave
+):
+    "Gradient with respect to `y` itself, (..., V)."
+    return (g - (g * out).sum(-1, keepdim=True) * out) / norm
+
+# %% ../nbs/10_aim.ipynb #3f5d62db
+class AIM(Layer):
+    "Attentive independent mechanisms: K of M linear maps for every input, chosen by attention."
 
     def __init__(
         self,
@@ -347,8 +265,17 @@ class Attentive(Layer):
         super().__init__()
         check_sizes(d_in=d_in, d_out=d_out, M=M, K=K, d_h=d_h, d_k=d_k)
         check_choices(M, K, l, gate, decision, select, mask)
-        self.d_in, self.d_out, self.M, self.K, self.l, self.d_h, self.d_k = d_in, d_out, M, K, l, d_h, d_k
-        self.gate, self.decision, self.select, self.mask = gate, decision, select, mask
+        self.d_in = d_in
+        self.d_out = d_out
+        self.M = M
+        self.K = K
+        self.l = l
+        self.d_h = d_h
+        self.d_k = d_k
+        self.gate = gate
+        self.decision = decision
+        self.select = select
+        self.mask = mask
         self.h = normal(M, d_h, generator=generator)
         self.W_Q = normal(M, d_h, d_k, sd=math.sqrt(2 / d_h), generator=generator)
         self.W_K = normal(d_in, d_k, sd=math.sqrt(2 / d_in), generator=generator)
@@ -394,25 +321,6 @@ class Attentive(Layer):
             raise AimError("select='sample' draws for every row: pass rows=, the number of rows.")
         return random_ranks(self.K, self.l, rows if self.select == "sample" else None, generator).to(self.h.device)
 
-# %% ../nbs/10_aim.ipynb #95b3cb07
-def unit(y):
-    "y/||y|| and the length, which is kept off zero."
-    norm = y.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-    return y / norm, norm
-
-
-def unit_grad(
-    g,  # dL/d(y/||y||)
-    out,
-    norm,  # what `unit` gave
-):
-    "dL/dy."
-    return (g - (g * out).sum(-1, keepdim=True) * out) / norm
-
-# %% ../nbs/10_aim.ipynb #3f5d62db
-class AIM(Attentive):
-    "Attentive independent mechanisms: K of M linear maps for every input, chosen by attention."
-
     def forward(
         self,
         z,  # (..., d_in)
@@ -420,23 +328,30 @@ class AIM(Attentive):
         generator=None,  # for that draw; None is torch's default generator
         return_attention=False,  # also give the `Attention`
     ):
-        if torch.is_autocast_enabled(self.h.device.type):
-            with torch.autocast(self.h.device.type, enabled=False):
+        device = self.h.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
                 return self.forward(z.to(self.h.dtype), ranks, generator, return_attention)
         check_input(z, self.d_in, self.h.dtype)
         x = z.reshape(-1, self.d_in)
-        if ranks is not None and ranks.dtype == torch.bool and z.ndim > 2:
-            ranks = whole_mask(ranks, z[..., :1].expand(*z.shape[:-1], self.M)).reshape(-1, self.M)
-        att = self.attention(x, self.draw_ranks(generator, len(x)) if ranks is None else ranks)
-        y = mix(x, self.W_M, att.score, att.mask)
-        check_finite(att.score, y)
+        if ranks is None:
+            ranks = self.draw_ranks(generator, x.shape[0])
+        elif ranks.dtype == torch.bool:
+            ranks = whole_mask(ranks, (*z.shape[:-1], self.M)).reshape(-1, self.M)
+
+        score, mask = self.attention(x, ranks)
+        y = mix(x, self.W_M, score, mask)
         if self.gate == "raw":
             y = unit(y)[0]
+
         y = y.reshape(*z.shape[:-1], self.d_out)
-        return (y, Attention(*(t.reshape(*z.shape[:-1], self.M) for t in att))) if return_attention else y
+        if not return_attention:
+            return y
+        return y, Attention(*(t.reshape(*z.shape[:-1], self.M) for t in (score, mask)))
 
     def extra_repr(self):
-        return f"{self.d_in} -> {self.d_out}, M={self.M}, K={self.K}, l={self.l}, gate={self.gate}, decision={self.decision}, select={self.select}, mask={self.mask}"
+        sizes = f"{self.d_in} -> {self.d_out}, M={self.M}, K={self.K}, l={self.l}"
+        return f"{sizes}, gate={self.gate}, decision={self.decision}, select={self.select}, mask={self.mask}"
 
 # %% ../nbs/10_aim.ipynb #b07daf91
 def count_parameters(module) -> int:
@@ -458,7 +373,8 @@ class LinearTwin(Layer):
     def __init__(self, d_in, d_out, generator=None):
         super().__init__()
         check_sizes(d_in=d_in, d_out=d_out)
-        self.d_in, self.d_out = d_in, d_out
+        self.d_in = d_in
+        self.d_out = d_out
         self.W = normal(d_in, d_out, sd=math.sqrt(2 / d_in), generator=generator)
 
     def forward(self, z, ranks=None, generator=None):

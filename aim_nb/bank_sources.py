@@ -4,49 +4,64 @@
 
 # %% ../nbs/02_bank_sources.ipynb #fd7b0cc4
 from __future__ import annotations
-import collections, contextlib, csv, functools, gzip, hashlib, importlib, io, os, pickle, re, shutil, socket, sys, tarfile, warnings, zipfile
+import contextlib
+import csv
+import functools
+import gzip
+import hashlib
+import importlib
+import io
+import os
+import pickletools
+import re
+import shutil
+import socket
+import stat
+import sys
+import tarfile
+import warnings
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from .core import AimError, atomic_dir, content_key, data_root
 from .paper import class_split
-from .bank_files import PARTS, file_errors
+from .bank_files import PARTS, disk_errors, file_errors
 
 # %% auto #0
-__all__ = ['BIG', 'FORMATS', 'SUFFIXES', 'ALLOWED', 'EXPECT', 'FORMS', 'MINI', 'open_files', 'decode', 'read_pickle',
+__all__ = ['BIG', 'LANCZOS', 'FORMATS', 'SUFFIXES', 'EXPECT', 'FORMS', 'MINI_READERS', 'open_files', 'decode', 'read_pickle',
            'import_torchvision', 'official', 'find_source', 'read_omniglot', 'read_cifar100', 'read_mini_imagenet',
-           'read_folder']
+           'folder_pictures', 'read_folder']
 
 # %% ../nbs/02_bank_sources.ipynb #b3338359
-BIG = dict(
-    members=200_000, member=1 << 28, total=1 << 33, pixels=1 << 26
-)  # far above any dataset here, far below what would hurt
+BIG = dict(  # far above any dataset here, far below what would hurt
+    file=1 << 30,  # bytes of a pickle or picture on the disk
+    zip=1 << 26,  # bytes of a zip on the disk, whose whole table of contents is read at once
+    members=100_000,  # of an archive
+    member=1 << 28,  # bytes of one of them
+    total=1 << 30,  # bytes of all of them
+    pixels=1 << 26,  # of a picture
+    instructions=2_000_000,  # of a pickle
+)
 
 
-def _safe_member(name, size, where):
-    "Refuse a member that would leave the directory or fill the memory."
-    parts = PurePosixPath(name.replace("\\", "/")).parts
-    if ".." in parts or name.startswith(("/", "\\")) or ":" in name[:3]:
-        raise AimError(
-            f"{where} holds a file named {name!r}, outside its own directory: refused, nothing was unpacked."
-        )
-    if size > BIG["member"]:
-        raise AimError(f"{where}: {name!r} unpacks to {size:,} bytes, more than any file of this dataset: refused.")
+def _check_file(path, most):
+    "Refuse a file that is larger than `most` bytes, and a pipe or a device, which might be read for ever."
+    info = os.stat(path)
+    if not stat.S_ISREG(info.st_mode):
+        raise AimError(f"{path} is not a regular file: refused.")
+    if info.st_size > most:
+        raise AimError(f"{path} has {info.st_size:,} bytes, more than any file of this dataset: refused.")
+
+
+def _read_file(path):
+    with file_errors(path):
+        _check_file(path, BIG["file"])
+        return path.read_bytes()
 
 # %% ../nbs/02_bank_sources.ipynb #8b5e0ef7
-def _bounded(members, where):
-    "The members (name, size, reader) as a dictionary, if they are safe and not too many."
-    out, total = {}, 0
-    for name, size, read in members:
-        _safe_member(name, size, where)
-        total += size
-        out[name] = read
-        if total > BIG["total"] or len(out) > BIG["members"]:
-            raise AimError(f"{where} unpacks to more than this dataset can hold: refused.")
-    return out
-
-# %% ../nbs/02_bank_sources.ipynb #00fb4e19
 def _unzip(z, member):
     "A member of a zip, at most as long as it says."
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -55,42 +70,57 @@ def _unzip(z, member):
         return f.read(max(member.file_size, 1))
 
 
-class _Gunzip(gzip.GzipFile):
-    "A gzip stream that is never read in larger pieces than a member may be."
+def _untar(stream, start, size):
+    stream.seek(start)
+    return stream.read(size)
 
-    def read(self, size=-1):
-        if size > BIG["member"]:
-            raise AimError(f"{self.name} holds a piece of {size:,} bytes, more than any file of this dataset: refused.")
-        return super().read(size)
 
-# %% ../nbs/02_bank_sources.ipynb #57a49775
 def _members(path, stack):
-    "(name, size, reader) of every file in a folder, a zip or a tar archive."
+    "(name, size, reader) of everything in a folder, a zip or a .tar.gz; the reader is None for what is not a file."
     if path.is_dir():
-        yield from (
-            (p.relative_to(path).as_posix(), p.stat().st_size, p.read_bytes)
-            for p in sorted(path.rglob("*"))
-            if p.is_file()
-        )
+        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            yield file.relative_to(path).as_posix(), file.stat().st_size, file.read_bytes
     elif path.suffix == ".zip":
+        _check_file(path, BIG["zip"])
         z = stack.enter_context(zipfile.ZipFile(path))
-        yield from ((m.filename, m.file_size, functools.partial(_unzip, z, m)) for m in z.infolist() if not m.is_dir())
+        for m in z.infolist():
+            yield m.filename, m.file_size, None if m.is_dir() else functools.partial(_unzip, z, m)
     else:
-        t = stack.enter_context(tarfile.TarFile(fileobj=stack.enter_context(_Gunzip(path))))
-        yield from ((m.name, m.size, lambda m=m: t.extractfile(m).read()) for m in t if m.isreg())
+        _check_file(path, BIG["file"])
+        stream = stack.enter_context(gzip.open(path))
+        while (header := stream.read(512)) != bytes(512):
+            m = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+            start = stream.tell()
+            yield m.name, m.size, functools.partial(_untar, stream, start, m.size) if m.isreg() else None
+            stream.seek(start + -(-m.size // 512) * 512)
 
-# %% ../nbs/02_bank_sources.ipynb #035112a8
+# %% ../nbs/02_bank_sources.ipynb #00fb4e19
 @contextlib.contextmanager
 def open_files(
     path,  # a folder, a .zip or a .tar.gz
 ):
     "The files below `path` by name, each a function that reads it; nothing is unpacked."
+    files, total = {}, 0
     with contextlib.ExitStack() as stack:
         with file_errors(path):
-            files = _bounded(_members(Path(path), stack), path)
+            for count, (name, size, read) in enumerate(_members(Path(path), stack)):
+                if ".." in re.split(r"[/\\]", name) or name.startswith(("/", "\\")) or ":" in name[:3]:
+                    raise AimError(f"{path} holds {name!r}, outside its own directory: refused, nothing was unpacked.")
+                if not 0 <= size <= BIG["member"]:
+                    raise AimError(
+                        f"{path}: {name!r} claims {size:,} bytes, which no file of this dataset has: refused."
+                    )
+                if name in files:
+                    raise AimError(f"{path} holds {name!r} twice: refused.")
+                total += size
+                if total > BIG["total"] or count >= BIG["members"]:
+                    raise AimError(f"{path} unpacks to more than this dataset can hold: refused.")
+                if read:
+                    files[name] = read
         yield files
 
 # %% ../nbs/02_bank_sources.ipynb #ef921970
+LANCZOS = Image.Resampling.LANCZOS
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 
@@ -107,96 +137,138 @@ def decode(
             raise AimError(
                 f"{where} claims to be {im.width} x {im.height} pixels, far more than a dataset needs: refused."
             )
-        return ImageOps.exif_transpose(im).convert(mode)
+        if im.mode == "F":
+            raise AimError(f"{where} holds floating-point pixels, whose black and white are not known: refused.")
+        im = ImageOps.exif_transpose(im)
+        if im.mode.startswith("I"):  # 16 bits, of which `convert` would make all above 255 white
+            im = Image.fromarray((np.asarray(im, np.float32) / 257).round().clip(0, 255).astype(np.uint8))
+        return im.convert(mode)
 
 # %% ../nbs/02_bank_sources.ipynb #de8fecfb
-class _Dtype:
-    "Stands for numpy.dtype in a pickle: plain numbers and strings only."
+def _raw(data):
+    "Bytes, which Python 2 wrote as text."
+    return data.encode("latin1") if isinstance(data, str) else data
 
-    def __init__(self, code, *_):
-        self.dtype = np.dtype(code.decode() if isinstance(code, bytes) else code)
-        if self.dtype.kind not in "biufSU":
-            raise pickle.UnpicklingError(f"arrays of type {self.dtype} are refused")
 
-    def __setstate__(self, state):
-        order = state[1].decode() if isinstance(state[1], bytes) else state[1]
-        self.dtype = self.dtype.newbyteorder(order)
+def _filled(raw, dtype, shape, order):
+    return np.frombuffer(_raw(raw), dtype.value).reshape(shape, order=order)
+
+
+@dataclass
+class _Numpy:
+    "A dtype, or an array that can be filled once, from bytes of the right length."
+
+    value: np.dtype | np.ndarray | None = None
+
+    def fill(self, state):
+        if isinstance(self.value, np.dtype):
+            self.value = self.value.newbyteorder(_raw(state[1]).decode())
+        elif self.value is None:
+            _, shape, dtype, fortran, raw = state
+            self.value = _filled(raw, dtype, shape, "F" if fortran else "C")
+
+
+def _dtype(code, *_):
+    dtype = np.dtype(_raw(code)[:16].decode())
+    if dtype.kind not in "biufSU":
+        raise AimError(f"holds an array of type {dtype}, which is not plain data: refused.")
+    return _Numpy(dtype)
 
 # %% ../nbs/02_bank_sources.ipynb #0e7581ae
-class _Array(np.ndarray):
-    "Stands for numpy.ndarray in a pickle: it is filled from bytes of the right length only."
-
-    def __new__(cls, *_):
-        return super().__new__(cls, (0,), np.uint8)
-
-    def __setstate__(self, state):
-        _, shape, kind, fortran, raw = state
-        super().__setstate__((1, shape, kind.dtype, bool(fortran), _raw(raw)))
-
-# %% ../nbs/02_bank_sources.ipynb #849347a7
-def _raw(data):
-    return data.encode("latin1") if isinstance(data, str) else bytes(data)
-
-
-def _rebuild(cls, *_):
-    return _Array()
-
-
-def _scalar(kind, raw):
-    return np.frombuffer(_raw(raw), kind.dtype)[0]
-
-
-def _encode(text, codec="latin1"):
-    return text.encode("latin1")
-
-
-def _empty():
-    return b""  # Python 3 writes empty bytes for Python 2 as a call of bytes()
-
-
-def _buffer(raw, kind, shape, order):
-    return np.frombuffer(raw, kind.dtype).reshape(shape, order=order)
-
-# %% ../nbs/02_bank_sources.ipynb #4584b519
-ALLOWED = {
-    ("numpy", "dtype"): _Dtype,
-    ("numpy", "ndarray"): _Array,
-    ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): _empty,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    **{
-        (f"numpy.{core}.multiarray", name): f
-        for core in ("core", "_core")
-        for name, f in (("_reconstruct", _rebuild), ("scalar", _scalar))
-    },
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _buffer for core in ("core", "_core")},
+_ALLOWED = {
+    "numpy dtype": _dtype,
+    "numpy ndarray": "the type of the array to come",
+    "_codecs encode": lambda text, codec: _raw(text),
+    "__builtin__ bytes": lambda: b"",  # as Python 3 writes empty bytes for Python 2
+    "collections OrderedDict": lambda: {},
+} | {
+    f"numpy.{core}.{name}": f
+    for core in ("core", "_core")
+    for name, f in (
+        ("multiarray _reconstruct", lambda *_: _Numpy()),
+        ("multiarray scalar", lambda dtype, raw: _filled(raw, dtype, -1, "C")[0]),
+        ("numeric _frombuffer", _filled),
+    )
 }
 
 
-class _Unpickler(pickle._Unpickler):
-    "Knows the names of `ALLOWED` and no others."
+def _allowed(name):
+    if name not in _ALLOWED:
+        raise AimError(f"asks for {name.replace(' ', '.')}, which is not data: refused, nothing was run.")
+    return _ALLOWED[name]
 
-    dispatch = {**pickle._Unpickler.dispatch}
+# %% ../nbs/02_bank_sources.ipynb #849347a7
+def _recalled(value):
+    "A value that the pickle has remembered and uses again."
+    is_dtype = isinstance(value, _Numpy) and isinstance(value.value, np.dtype)
+    is_name = isinstance(value, (str, bytes)) and len(value) <= 256
+    if not (is_dtype or is_name or callable(value) or isinstance(value, (int, float, np.number))):
+        raise AimError("uses a large part of itself twice, as no dataset does: refused.")
+    return value
 
-    def find_class(self, module, name):
-        if (module, name) not in ALLOWED:
-            raise AimError(f"asks for {module}.{name}, which is not data: refused, nothing was run.")
-        return ALLOWED[module, name]
 
-    def load_build(self):
-        "Fill a stand-in, and nothing else."
-        if type(self.stack[-2]) not in (_Dtype, _Array):
-            raise AimError("changes something that is not an array: refused, nothing was run.")
-        pickle._Unpickler.load_build(self)
+def _plain(value):
+    return value.value if isinstance(value, _Numpy) else value
 
-    dispatch[pickle.BUILD[0]] = load_build
 
-    def load_bytearray8(self):
-        "As many bytes as there are."
-        n = int.from_bytes(self.read(8), "little")
-        self.append(bytearray(self.read(n)))
+def _dictionary(items):
+    "Keys and values that follow each other, as a dictionary."
+    keys = items[::2]
+    if not all(isinstance(k, (str, bytes, int, np.number)) for k in keys):
+        raise AimError("has a key that is neither text nor a number: refused.")
+    return dict(zip(keys, map(_plain, items[1::2]), strict=True))
 
-    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+# %% ../nbs/02_bank_sources.ipynb #4584b519
+_TAKES = dict(APPEND=1, SETITEM=2, TUPLE1=1, TUPLE2=2, TUPLE3=3, STACK_GLOBAL=2, REDUCE=2, BUILD=1, STOP=1)
+_TAKES_SINCE_MARK = {"LIST", "DICT", "TUPLE", "APPENDS", "SETITEMS"}
+_CONSTANTS = dict(NONE=None, NEWTRUE=True, NEWFALSE=False)
+_VALUES = frozenset(
+    """INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE
+    SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8""".split()
+)
+
+
+def _follow(data):
+    "The value that the instructions of a pickle build."
+    stack, marks, memo = [], [], {}
+    for count, (instruction, arg, _) in enumerate(pickletools.genops(data)):
+        if count > BIG["instructions"]:
+            raise AimError("has more instructions than any dataset needs: refused.")
+        name = instruction.name
+        start = marks.pop() if name in _TAKES_SINCE_MARK else len(stack) - _TAKES.get(name, 0)
+        items = stack[start:]
+        del stack[start:]
+        match name:
+            case "STOP":
+                return _plain(items[0])
+            case "MARK":
+                marks.append(len(stack))
+            case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                memo[len(memo) if arg is None else arg] = stack[-1]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(_recalled(memo[arg]))
+            case "EMPTY_LIST" | "LIST":
+                stack.append(list(map(_plain, items)))
+            case "APPEND" | "APPENDS":
+                stack[-1].extend(map(_plain, items))
+            case "EMPTY_DICT" | "DICT":
+                stack.append(_dictionary(items))
+            case "SETITEM" | "SETITEMS":
+                stack[-1].update(_dictionary(items))
+            case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(items))
+            case "GLOBAL" | "STACK_GLOBAL":
+                stack.append(_allowed(arg or " ".join(items)))
+            case "REDUCE":
+                stack.append(items[0](*items[1]))
+            case "BUILD":
+                stack[-1].fill(items[0])
+            case "PROTO" | "FRAME":
+                pass
+            case _ if name in _VALUES or name in _CONSTANTS:
+                stack.append(_CONSTANTS.get(name, arg))
+            case _:
+                raise AimError(f"holds the instruction {name}, which no data needs: refused, nothing was run.")
 
 # %% ../nbs/02_bank_sources.ipynb #9e723c92
 def read_pickle(
@@ -206,15 +278,12 @@ def read_pickle(
     "A dictionary of arrays and plain values from a pickle of Python 2 or 3."
     with file_errors(where):
         try:
-            out = _Unpickler(io.BytesIO(data), encoding="latin1").load()
+            out = _follow(data)
         except AimError as e:
             raise AimError(f"{where} {e}") from None
         if not isinstance(out, dict):
             raise AimError(f"{where} should hold a dictionary.")
-        return {
-            k.decode() if isinstance(k, bytes) else k: np.asarray(v) if isinstance(v, np.ndarray) else v
-            for k, v in out.items()
-        }
+        return {k.decode() if isinstance(k, bytes) else k: v for k, v in out.items()}
 
 # %% ../nbs/02_bank_sources.ipynb #73df64de
 EXPECT = {
@@ -347,8 +416,6 @@ def find_source(
     root="",  # where data lives
 ) -> tuple | None:
     "(form, paths) of the first form that is complete, else None."
-    if name == "cifar-fs" and (data_root(root) / "cifar100" / "bank.json").exists():
-        return "the CIFAR-100 bank", []
     for form, files in FORMS[name].items():
         paths = [_there(data_root(root), f) for f in files]
         if all(paths):
@@ -370,7 +437,7 @@ def _drawing(where, read, side):
     with file_errors(where):
         im = decode(read(), where, "L")
     _all_equal("the size of a drawing", im.size, (side, side), where)
-    return np.asarray(im.resize((28, 28), Image.Resampling.LANCZOS))[..., None]
+    return np.asarray(im.resize((28, 28), LANCZOS))[..., None]
 
 # %% ../nbs/02_bank_sources.ipynb #44d6fef2
 def read_omniglot(root, form, paths, stack) -> dict:
@@ -441,73 +508,78 @@ def read_cifar100(root, form, paths, stack) -> dict:
     )
 
 # %% ../nbs/02_bank_sources.ipynb #ec0f89ab
-def _mini_cache(paths, stack):
-    "split -> class name -> images, from `image_data` and `class_dict`."
-    for path in paths:
-        d = read_pickle(path.read_bytes(), path)
-        with file_errors(path):
-            yield {str(k): d["image_data"][np.asarray(rows, np.int64)] for k, rows in d["class_dict"].items()}
+def _mini_cache(path, part):
+    "Class name -> (all images of the part, its rows), from `image_data` and `class_dict`."
+    d = read_pickle(_read_file(path), path)
+    return {str(name): (d["image_data"], rows) for name, rows in d["class_dict"].items()}
 
-# %% ../nbs/02_bank_sources.ipynb #4d431379
-def _mini_category(paths, stack):
-    "split -> class name -> images, from `data`, `labels` and `catname2label`."
-    for path, part in zip(paths, PARTS):
-        d = read_pickle(path.read_bytes(), path)
-        with file_errors(path):
-            labels = np.asarray(d["labels"], np.int64)
-            names = d.get("catname2label") or dict(zip(sorted(class_split("mini-imagenet")[part]), np.unique(labels)))
-            if "catname2label" not in d:
-                warnings.warn(f"{path.name} holds no class names; its labels are taken to follow the sorted names.")
-            yield {k.decode() if isinstance(k, bytes) else str(k): d["data"][labels == v] for k, v in names.items()}
+
+def _mini_category(path, part):
+    "The same from `data`, `labels` and `catname2label`."
+    d = read_pickle(_read_file(path), path)
+    labels = np.asarray(d["labels"], np.int64)
+    names = d.get("catname2label")
+    if not names:
+        warnings.warn(f"{path.name} holds no class names; its labels are taken to follow the sorted names.")
+        names = dict(zip(sorted(class_split("mini-imagenet")[part]), np.unique(labels)))
+    names = {name.decode() if isinstance(name, bytes) else str(name): label for name, label in names.items()}
+    _check_classes(names, part, path)
+    return {name: (d["data"], np.flatnonzero(labels == label)) for name, label in names.items()}
 
 # %% ../nbs/02_bank_sources.ipynb #fc21399d
-def _mini_images(paths, stack):
-    "split -> class name -> image files, in the order of the csv files."
-    folder, *tables = paths
-    for path in tables:
-        out = {}
-        with file_errors(path), open(path, newline="", encoding="utf-8") as f:
-            for row in csv.DictReader(f):
-                if Path(row["filename"]).name != row["filename"] or "\\" in row["filename"]:
-                    raise AimError(f"{path} names {row['filename']!r}, outside the image folder: refused.")
-                out.setdefault(row["label"], []).append(folder / row["filename"])
-        yield out
+def _mini_files(path, part):
+    "Class name -> its picture files, in the order of the csv file."
+    classes = {}
+    with open(path, newline="", encoding="utf-8") as f:
+        for row in csv.DictReader(f):
+            file = row["filename"]
+            if Path(file).name != file or "\\" in file:
+                raise AimError(f"{path} names {file!r}, outside the image folder: refused.")
+            classes.setdefault(row["label"], []).append(path.with_name("images") / file)
+    return classes
+
+
+def _check_classes(found, part, where):
+    _all_equal(f"the {part} classes", sorted(found), sorted(class_split("mini-imagenet")[part]), where)
 
 # %% ../nbs/02_bank_sources.ipynb #a9402835
-def _mini_block(images, side, where):
-    "The images of one class as an array: they are one already, or files to be read."
-    if isinstance(images, list):
-        return np.stack([np.asarray(_fit(decode(_bytes(f), f, "RGB"), side)) for f in images])
-    _all_equal(
-        "the type and shape of the images", (images.dtype.name, *images.shape[1:]), ("uint8", side, side, 3), where
-    )
-    return images
+MINI_READERS = {
+    "cache pickles": _mini_cache,
+    "category-split pickles": _mini_category,
+    "images and csv files": _mini_files,
+}
 
 
-def _bytes(path):
-    with file_errors(path):
-        return path.read_bytes()
-
-
-def _fit(im, side):
-    return im if im.size == (side, side) else im.resize((side, side), Image.Resampling.LANCZOS)
-
-# %% ../nbs/02_bank_sources.ipynb #7a9a27f4
-MINI = {"cache pickles": _mini_cache, "category-split pickles": _mini_category, "images and csv files": _mini_images}
+def _mini_images(source, side, where):
+    "(600, 84, 84, 3) uint8: the images of one class, from files or from rows of an array."
+    if isinstance(source, list):
+        pictures = [decode(_read_file(f), f, "RGB") for f in source]
+        return np.stack([p if p.size == (side, side) else p.resize((side, side), LANCZOS) for p in pictures])
+    images, rows = source
+    with file_errors(where):
+        kind = (images.dtype.name, *images.shape[1:])
+    _all_equal("the type and shape of the images", kind, ("uint8", side, side, 3), where)
+    with file_errors(where):
+        return images[np.asarray(rows, np.int64)]
 
 
 def read_mini_imagenet(root, form, paths, stack) -> dict:
     "mini-ImageNet from any of the three forms."
-    want, where, classes = EXPECT["mini-imagenet"], paths[0].parent, {}
-    for part, found in zip(PARTS, MINI[form](paths, stack)):
-        _all_equal(f"the {part} classes", sorted(found), sorted(class_split("mini-imagenet")[part]), where)
-        _counts("images", {k: len(v) for k, v in found.items()}, want["each"], where)
+    want = EXPECT["mini-imagenet"]
+    where = paths[0].parent
+    classes = {}
+    for part, path in zip(PARTS, paths[-3:]):
+        with file_errors(path):
+            found = MINI_READERS[form](path, part)
+            _check_classes(found, part, where)
+            counts = {name: len(source if isinstance(source, list) else source[1]) for name, source in found.items()}
+        _counts("images", counts, want["each"], where)
         classes |= found
     names = sorted(classes)
     n = len(names)
     splits = {part: [names.index(c) for c in cs] for part, cs in class_split("mini-imagenet").items()}
     return dict(
-        images=(_mini_block(classes[c], want["side"], where) for c in names),
+        images=(_mini_images(classes[c], want["side"], where) for c in names),
         labels=np.repeat(np.arange(n), want["each"]),
         split=_tail([want["each"]] * n, 1 / 10),
         class_names=names,
@@ -517,62 +589,64 @@ def read_mini_imagenet(root, form, paths, stack) -> dict:
     )
 
 # %% ../nbs/02_bank_sources.ipynb #adff0fbe
-def _folder(name):
-    "The path and the image size that `folder:PATH[@SIZE]` names."
-    m = re.fullmatch(r"folder:(.+?)(?:@(\d+))?", name)
+def _is_picture(file):
+    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+
+
+def folder_pictures(
+    name,  # folder:PATH or folder:PATH@SIZE
+) -> tuple:
+    "The path, the image size and {(split, class): picture files} of somebody's own images."
+    m = re.fullmatch(r"folder:(.+?)(?:@(\d{1,9}))?", name)
     if not m:
-        raise AimError(
-            f"{name!r} names no folder; write folder:PATH, or folder:PATH@SIZE for another size than 84 pixels."
-        )
-    path, side = Path(m[1]).expanduser().absolute(), int(m[2] or 84)
+        raise AimError(f"{name!r} names no folder; write folder:PATH, or folder:PATH@SIZE for other than 84 pixels.")
+    path = Path(os.path.expanduser(m[1])).absolute()
+    side = int(m[2] or 84)
     if not 8 <= side <= 512:
         raise AimError(f"folder images of {side} pixels are not supported; choose 8 to 512, such as folder:PATH@84.")
-    for part in PARTS:
-        if not (path / part).is_dir():
-            raise AimError(
-                f"{path} has no folder {part!r}; your own images go into train/CLASS/, val/CLASS/ and test/CLASS/ below it."
-            )
-    return path, side
 
-# %% ../nbs/02_bank_sources.ipynb #e8a8ad9f
-def _folder_files(path):
-    "`split/class` -> its picture files, sorted."
-    out = {}
-    for part in PARTS:
-        for file in sorted((path / part).glob("*/*")):
-            if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
-                out.setdefault(f"{part}/{file.parent.name}", []).append(file)
-        if not any(k.startswith(part + "/") for k in out):
-            raise AimError(
-                f"{path / part} holds no pictures; put them into {part}/CLASS/ as {', '.join(SUFFIXES[:3])}."
-            )
-    return out
+    def check_inside(place):
+        if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
+            raise AimError(f"{place} is a link out of {path}: refused; copy the pictures into the folder.")
 
+    classes = {}
+    with disk_errors(path):
+        for part in PARTS:
+            if not (path / part).is_dir():
+                raise AimError(f"{path} has no folder {part!r}; it needs train/CLASS/, val/CLASS/ and test/CLASS/.")
+            for folder in sorted(p for p in (path / part).iterdir() if p.is_dir()):
+                check_inside(folder)
+                files = sorted(filter(_is_picture, folder.iterdir()))
+                for file in files:
+                    if file.is_symlink():
+                        check_inside(file)
+                    _check_file(file, BIG["file"])
+                if files:
+                    classes[part, folder.name] = files
+            if part not in [p for p, _ in classes]:
+                raise AimError(f"{path / part} holds no pictures; put them into {part}/CLASS/ as .png or .jpg.")
+    return path, side, classes
 
+# %% ../nbs/02_bank_sources.ipynb #65a20edd
 def _square(file, side):
-    im = decode(_bytes(file), file, "RGB")
-    return np.asarray(ImageOps.fit(im, (side, side), Image.Resampling.LANCZOS))
+    return np.asarray(ImageOps.fit(decode(_read_file(file), file, "RGB"), (side, side), LANCZOS))
 
-# %% ../nbs/02_bank_sources.ipynb #ad030efb
+
 def read_folder(name) -> dict:
     "Anyone's own images."
-    path, side = _folder(name)
-    files = _folder_files(path)
-    keys = sorted(files, key=lambda k: (k.partition("/")[2], k))
-    names = [k.partition("/")[2] for k in keys]
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
-        raise AimError(
-            f"{path}: class {twice[0]!r} stands in two of train/ val/ test/; few-shot classes must be disjoint."
-        )
-    counts = [len(files[k]) for k in keys]
-    splits = {part: [i for i, k in enumerate(keys) if k.startswith(part + "/")] for part in PARTS}
+    path, side, files = folder_pictures(name)
+    keys = sorted(files, key=lambda key: key[::-1])  # by class
+    names = [name for _, name in keys]
+    for before, name in zip(names, names[1:]):
+        if name == before:
+            raise AimError(f"{path}: class {name!r} stands in two of train/ val/ test/; classes must be disjoint.")
+    counts = [len(files[key]) for key in keys]
     return dict(
-        images=(np.stack([_square(f, side) for f in files[k]]) for k in keys),
+        images=(np.stack([_square(f, side) for f in files[key]]) for key in keys),
         labels=np.repeat(np.arange(len(keys)), counts),
         split=_tail(counts, 1 / 4),
         class_names=names,
-        splits=splits,
+        splits={part: [i for i, key in enumerate(keys) if key[0] == part] for part in PARTS},
         image_split="of each class the last quarter are test images",
         checksum="Own images.",
         source=f"pictures below {path}",

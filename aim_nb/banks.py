@@ -4,7 +4,16 @@
 
 # %% ../nbs/02_banks.ipynb #1c672b93
 from __future__ import annotations
-import collections, contextlib, hashlib, importlib, itertools, os, re, shutil, sys
+import collections
+import contextlib
+import hashlib
+import importlib
+import itertools
+import os
+import re
+import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 import numpy as np
 from .core import DATASETS, AimError, check_choice, content_key, data_root
@@ -13,9 +22,8 @@ from .bank_files import ARRAYS, PARTS, Bank, disk_errors, load_bank, write_bank
 from aim_nb.bank_sources import (
     FORMS,
     _fetch,
-    _folder,
-    _folder_files,
     find_source,
+    folder_pictures,
     official,
     read_cifar100,
     read_folder,
@@ -24,63 +32,43 @@ from aim_nb.bank_sources import (
 )
 
 # %% auto #0
-__all__ = ['READERS', 'WAYS', 'read_cifar_fs', 'bank_dir', 'build_lock', 'prepare_bank', 'open_bank', 'check_checksums',
-           'check_counts', 'check_splits', 'check_images', 'check_bank', 'list_banks']
+__all__ = ['HOW_TO_OBTAIN', 'bank_dir', 'prepare_bank', 'open_bank', 'check_bank', 'list_banks']
 
-# %% ../nbs/02_banks.ipynb #18dbb362
-def read_cifar_fs(root, form, paths, stack) -> dict:
-    "CIFAR-FS: the images of the CIFAR-100 bank under the published class split."
-    bank = open_bank("cifar100", root)
-    splits = {part: [bank.class_names.index(n) for n in names] for part, names in class_split("cifar-fs").items()}
-    return dict(
-        images=np.array_split(bank.images, 20),
-        labels=bank.labels,
-        split=bank.split,
-        class_names=bank.class_names,
-        splits=splits,
-        image_split="official",
-        checksum=bank.info["checksum"],
-    )
-
-# %% ../nbs/02_banks.ipynb #accdb02f
-READERS = {
-    "omniglot": read_omniglot,
-    "cifar100": read_cifar100,
-    "cifar-fs": read_cifar_fs,
-    "mini-imagenet": read_mini_imagenet,
-}
-WAYS = {
+# %% ../nbs/02_banks.ipynb #e9ec3888
+HOW_TO_OBTAIN = {
     "omniglot": "`aim-nb data prepare omniglot` downloads it (16 MB)",
     "cifar100": "`aim-nb data prepare cifar100` downloads it (170 MB)",
     "cifar-fs": "`aim-nb data prepare cifar-fs` downloads CIFAR-100 (170 MB)",
     "mini-imagenet": "ImageNet's pictures may not be passed on, so put your own copy there",
 }
+_READERS = {"omniglot": read_omniglot, "cifar100": read_cifar100, "mini-imagenet": read_mini_imagenet}
+_IMAGES_OF = {"cifar-fs": "cifar100"}  # another class split of the same images
+_FOLDER_KEY = re.compile("folder-[0-9a-f]{12}")  # the name of a bank of somebody's own images
 
-# %% ../nbs/02_banks.ipynb #f281c017
+# %% ../nbs/02_banks.ipynb #13d8e119
 def bank_dir(
     name,  # a dataset, or folder:PATH
     root="",  # where data lives
 ) -> Path:
-    "The directory of a bank, whether it is there or not."
+    "The directory that holds the images of a dataset, whether it is there or not."
     root = data_root(root)
     if name.startswith("folder:"):
-        path, side = _folder(name)
-        stamp = [
-            (f.relative_to(path).as_posix(), f.stat().st_size, f.stat().st_mtime_ns)
-            for fs in _folder_files(path).values()
-            for f in fs
-        ]
+        path, side, classes = folder_pictures(name)
+        files = [(f, f.stat()) for files in classes.values() for f in files]
+        stamp = [(f.relative_to(path).as_posix(), info.st_size, info.st_mtime_ns) for f, info in files]
         return root / f"folder-{content_key([str(path), side, stamp])}"
-    if re.fullmatch("folder-[0-9a-f]{12}", name) and (root / name / "bank.json").exists():
+    if _FOLDER_KEY.fullmatch(name) and (root / name / "bank.json").exists():
         return root / name
-    return root / check_choice("dataset", name, (*DATASETS, "folder:PATH"))
+    check_choice("dataset", name, (*DATASETS, "folder:PATH"))
+    return root / _IMAGES_OF.get(name, name)
 
-# %% ../nbs/02_banks.ipynb #3fa8788f
+# %% ../nbs/02_banks.ipynb #d50b6c6b
 def _braces(files):
     "Names that begin and end alike, as a shell would write them: a/{x,y}.b"
     if len(files) == 1:
         return files[0]
-    head, tail = os.path.commonprefix(files), os.path.commonprefix([f[::-1] for f in files])[::-1]
+    head = os.path.commonprefix(files)
+    tail = os.path.commonprefix([f[::-1] for f in files])[::-1]
     return f"{head}{{{','.join(f[len(head) : len(f) - len(tail)] for f in files)}}}{tail}"
 
 
@@ -88,12 +76,13 @@ def _missing(name, root, why=""):
     "The error for a dataset that is not there: what was looked for, where, and the ways to get it."
     forms = "; or ".join(f"{form}: {_braces(files)}" for form, files in FORMS[name].items())
     return AimError(
-        f"Dataset {name!r} is not below {root}{why}. Looked for {forms}. {WAYS[name]}, AIM_DATA names another root, and `-p dataset glyphs` needs no download."
+        f"Dataset {name!r} is not below {root}{why}. Looked for {forms}. {HOW_TO_OBTAIN[name]}, "
+        "AIM_DATA names another root, and `-p dataset glyphs` needs no download."
     )
 
 # %% ../nbs/02_banks.ipynb #6b6d780d
 @contextlib.contextmanager
-def build_lock(dir):
+def _build_lock(dir):
     "Held by the one process that builds the bank in `dir`; freed by the system when that process ends, however it ends."
     try:
         import fcntl
@@ -112,15 +101,21 @@ def build_lock(dir):
         yield
 
 # %% ../nbs/02_banks.ipynb #19916feb
-def _download(name, root):
-    "Fetch the published files of a dataset that has an address."
-    for path, (url, md5) in official("cifar100" if name == "cifar-fs" else name).items():
-        if not url or (root / path).exists():
-            continue
-        try:
-            _fetch(url, root / path, md5)
-        except (OSError, RuntimeError) as e:
-            raise _missing(name, root, f" and {url} could not be downloaded ({e})") from e
+def _load(name, dir):
+    "The bank in `dir` with the class splits of the dataset `name`."
+    bank = load_bank(dir)
+    if name not in _IMAGES_OF:
+        return bank
+    splits = {part: sorted(map(bank.class_names.index, names)) for part, names in class_split(name).items()}
+    return replace(bank, name=name, splits=splits)
+
+
+def _usable(name, dir):
+    "The same, or None where there is no bank or a damaged one."
+    try:
+        return _load(name, dir) if (dir / "bank.json").exists() else None
+    except AimError:
+        return None
 
 # %% ../nbs/02_banks.ipynb #b2d4cdc4
 def _parts(name, root, download, stack):
@@ -129,21 +124,20 @@ def _parts(name, root, download, stack):
         return importlib.import_module("aim_nb.glyphs").build_glyphs()
     if name.startswith("folder:"):
         return read_folder(name)
-    found = find_source(name, root)
-    if not found and download and "downloads" in WAYS.get(name, ""):
-        _download(name, root)
-        found = find_source(name, root)
+    images = _IMAGES_OF.get(name, name)
+    found = find_source(images, root)
+    if not found and download and "downloads" in HOW_TO_OBTAIN[images]:
+        for path, (url, md5) in official(images).items():
+            if url and not (root / path).exists():
+                try:
+                    _fetch(url, root / path, md5)
+                except (OSError, RuntimeError) as e:
+                    raise _missing(name, root, f" and {url} could not be downloaded ({e})") from e
+        found = find_source(images, root)
     if not found:
         raise _missing(name, root)
-    return {"source": found[0], **READERS[name](root, *found, stack)}
-
-# %% ../nbs/02_banks.ipynb #ea79b793
-def _usable(dir):
-    "The bank in `dir`, or None where there is none or it is damaged."
-    try:
-        return load_bank(dir) if (dir / "bank.json").exists() else None
-    except AimError:
-        return None
+    form, paths = found
+    return {"source": form, **_READERS[images](root, form, paths, stack)}
 
 # %% ../nbs/02_banks.ipynb #bf581875
 def prepare_bank(
@@ -155,24 +149,23 @@ def prepare_bank(
     "Build a bank if it is not there yet, and open it."
     root = data_root(root)
     dir = bank_dir(name, root)
-    bank = None if force else _usable(dir)
+    bank = None if force else _usable(name, dir)
     if bank:
         return bank
-    if dir.name.startswith("folder-") and name == dir.name:
+    if name.startswith("folder-"):
         raise AimError(f"{name} can only be built from its pictures: use folder:PATH.")
     if not download and name in FORMS and not find_source(name, root):
         raise _missing(name, root)
-    with build_lock(dir), contextlib.ExitStack() as stack:
-        bank = None if force else _usable(dir)  # while we waited another process may have built it
+    with _build_lock(dir), contextlib.ExitStack() as stack:
+        bank = None if force else _usable(name, dir)  # while we waited another process may have built it
         if bank:
             return bank
         for stale in dir.glob(".*.part"):
             shutil.rmtree(stale)  # of a build that was killed
         with disk_errors(dir):
             parts = _parts(name, root, download, stack)
-        shown = f"folder:{_folder(name)[0].name}" if name.startswith("folder:") else name
-        write_bank(dir, shown, **parts)
-    return load_bank(dir)
+        write_bank(dir, dir.name, **parts)
+    return _load(name, dir)
 
 # %% ../nbs/02_banks.ipynb #880394af
 def open_bank(
@@ -181,7 +174,7 @@ def open_bank(
 ) -> Bank:
     "Open a bank; build it first when its source is at hand."
     dir = bank_dir(name, root)
-    return load_bank(dir) if (dir / "bank.json").exists() else prepare_bank(name, root, download=False)
+    return _load(name, dir) if (dir / "bank.json").exists() else prepare_bank(name, root, download=False)
 
 # %% ../nbs/02_banks.ipynb #a909bf99
 def _finding(check, ok, detail, bad="problem", **data):
@@ -195,7 +188,7 @@ def _sha256(array, rows=4096):
     return sha.hexdigest()
 
 # %% ../nbs/02_banks.ipynb #f932d08d
-def check_checksums(bank) -> dict:
+def _check_checksums(bank) -> dict:
     "Are the arrays those that were written?"
     bad = [k for k in ARRAYS if _sha256(getattr(bank, k)) != bank.info["sha256"][k]]
     return _finding(
@@ -207,11 +200,15 @@ def check_checksums(bank) -> dict:
     )
 
 # %% ../nbs/02_banks.ipynb #75e5eb53
-def check_counts(bank) -> dict:
+def _check_counts(bank) -> dict:
     "How many images has a class?"
     n = np.bincount(bank.labels, minlength=len(bank.class_names))
     test = np.bincount(bank.labels, bank.split, len(n)).astype(int)
-    text = f"{len(n)} classes, {len(bank.labels):,} images of {'x'.join(map(str, bank.shape))}; {_span(n)} a class ({_span(n - test)} train, {_span(test)} test)"
+    shape = "x".join(map(str, bank.shape))
+    text = (
+        f"{len(n)} classes, {len(bank.labels):,} images of {shape}; "
+        f"{_span(n)} a class ({_span(n - test)} train, {_span(test)} test)"
+    )
     return _finding("counts", n.min() > 0, text, per_class=dict(zip(bank.class_names, n.tolist())))
 
 
@@ -219,50 +216,34 @@ def _span(n):
     return f"{n.min()}" if n.min() == n.max() else f"{n.min()}-{n.max()}"
 
 # %% ../nbs/02_banks.ipynb #e10d710a
-def check_splits(bank) -> dict:
+def _check_splits(bank) -> dict:
     "Are the class splits disjoint, and do they cover all classes?"
     sets = {p: set(bank.splits[p]) for p in PARTS}
     both = sum(len(sets[a] & sets[b]) for a, b in itertools.combinations(PARTS, 2))
     left = len(bank.class_names) - len(set().union(*sets.values()))
-    return _finding(
-        "splits",
-        not both,
-        f"{' / '.join(str(len(sets[p])) for p in PARTS)} classes (train / val / test), {both} in two of them, {left} in none",
-    )
+    sizes = " / ".join(str(len(sets[p])) for p in PARTS)
+    return _finding("splits", not both, f"{sizes} classes (train / val / test), {both} in two of them, {left} in none")
 
 # %% ../nbs/02_banks.ipynb #22d99f64
-def _image_keys(bank, rows=4096):
-    "A hash of each image, and whether all its pixels are equal."
-    keys, flat = [], []
-    for i in range(0, len(bank.images), rows):
-        block = np.ascontiguousarray(bank.images[i : i + rows]).reshape(len(bank.images[i : i + rows]), -1)
-        keys += [hashlib.blake2b(x.data, digest_size=16).digest() for x in block]
-        flat.append((block == block[:, :1]).all(1))
-    return keys, np.concatenate(flat)
-
-# %% ../nbs/02_banks.ipynb #7193bf3f
-def check_images(bank) -> list:
+def _check_images(bank) -> list:
     "Are there empty images, or the same image twice?"
-    keys, flat = _image_keys(bank)
-    where = collections.defaultdict(list)
-    for row, key in enumerate(keys):
-        where[key].append(row)
-    groups = [g for g in where.values() if len(g) > 1]
-    part = {c: p for p in PARTS for c in bank.splits[p]}
-    kinds = dict(
-        classes=bank.labels.__getitem__,
-        **{"class splits": lambda r: part.get(bank.labels[r]), "train and test images": bank.split.__getitem__},
-    )
-    across = {k: sum(len({f(r) for r in g}) > 1 for g in groups) for k, f in kinds.items()}
-    text = f"copies of another image: {sum(map(len, groups)) - len(groups)} ({', '.join(f'{n} across {k}' for k, n in across.items())})"
+    rows_of = collections.defaultdict(list)
+    empty = []
+    for row, image in enumerate(bank.images):
+        rows_of[hashlib.blake2b(image.tobytes(), digest_size=16).digest()].append(row)
+        if (image == image.flat[0]).all():
+            empty.append(row)
+    groups = [rows for rows in rows_of.values() if len(rows) > 1]
+    split_of = {label: part for part in PARTS for label in bank.splits[part]}
+    across = {
+        "classes": sum(len({bank.labels[r] for r in g}) > 1 for g in groups),
+        "class splits": sum(len({split_of.get(bank.labels[r]) for r in g}) > 1 for g in groups),
+        "train and test images": sum(len({bank.split[r] for r in g}) > 1 for g in groups),
+    }
+    copies = sum(map(len, groups)) - len(groups)
+    text = f"copies of another image: {copies} ({', '.join(f'{n} across {k}' for k, n in across.items())})"
     return [
-        _finding(
-            "empty images",
-            not flat.any(),
-            f"{int(flat.sum())} images of one colour",
-            bad="note",
-            rows=np.flatnonzero(flat).tolist(),
-        ),
+        _finding("empty images", not empty, f"{len(empty)} images of one colour", bad="note", rows=empty),
         _finding("duplicates", not groups, text if groups else "no image is there twice", bad="note", groups=groups),
     ]
 
@@ -273,12 +254,12 @@ def check_bank(
 ) -> list:
     "Read a whole bank and report what is found: dictionaries with check, level and detail."
     dir = bank_dir(name, root)
-    if not (dir / "bank.json").exists() and name in FORMS and not find_source(name, root):
-        raise _missing(name, data_root(root))
     if not (dir / "bank.json").exists():
+        if name in FORMS and not find_source(name, root):
+            raise _missing(name, data_root(root))
         raise AimError(f"There is no bank in {dir} to check; build it with `aim-nb data prepare {name}`.")
     try:
-        bank = load_bank(dir)
+        bank = _load(name, dir)
     except AimError as e:
         return [_finding("files", False, str(e))]
     source = _finding(
@@ -287,36 +268,38 @@ def check_bank(
         f"{bank.info['source']}. {bank.info.get('checksum', '')}".strip(),
         bad="note",
     )
-    return [source, check_counts(bank), check_splits(bank), check_checksums(bank), *check_images(bank)]
+    return [source, _check_counts(bank), _check_splits(bank), _check_checksums(bank), *_check_images(bank)]
 
 # %% ../nbs/02_banks.ipynb #49021c53
-def _bank_row(name, dir, root):
+def _bank_row(name, root):
     "One line of the list."
+    dir = bank_dir(name, root)
     row = dict(name=name, state="missing", images=0, classes=0, shape="", mb=0.0, sha="", where=str(dir), source="")
-    try:
-        bank = load_bank(dir) if (dir / "bank.json").exists() else None
-        if bank:
-            return row | dict(
-                state="ready",
-                images=len(bank.labels),
-                classes=len(bank.class_names),
-                shape="x".join(map(str, bank.shape)),
-                mb=round(bank.images.nbytes / 1e6, 1),
-                sha=bank.sha,
-                source=bank.info["source"],
-            )
-    except AimError:
-        return row | dict(state="damaged")
+    if (dir / "bank.json").exists():
+        bank = _usable(name, dir)
+        if not bank:
+            return row | dict(state="damaged")
+        return row | dict(
+            state="ready",
+            images=len(bank.labels),
+            classes=len(bank.class_names),
+            shape="x".join(map(str, bank.shape)),
+            mb=round(bank.images.nbytes / 1e6, 1),
+            sha=bank.sha,
+            source=bank.info["source"],
+        )
     if name == "glyphs":
         return row | dict(state="can be made")
     found = find_source(name, root)
     return row | (dict(state="source found", source=found[0]) if found else {})
 
-# %% ../nbs/02_banks.ipynb #973767e1
+
 def list_banks(
     root="",  # where data lives
 ) -> list:
     "What is there and what could be built: a dictionary a dataset."
     root = data_root(root)
-    own = sorted(p.parent for p in root.glob("folder-*/bank.json"))
-    return [_bank_row(n, root / n, root) for n in DATASETS] + [_bank_row(p.name, p, root) for p in own]
+    own = sorted(
+        file.parent.name for file in root.glob("folder-*/bank.json") if _FOLDER_KEY.fullmatch(file.parent.name)
+    )
+    return [_bank_row(name, root) for name in (*DATASETS, *own)]

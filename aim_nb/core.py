@@ -8,6 +8,7 @@ import contextlib, ctypes, difflib, functools, hashlib, json, os, platform, re, 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 import numpy as np
 import torch
 
@@ -329,14 +330,35 @@ class Protocol:
         return {k: v for k, v in asdict(self).items() if v != SWITCHES[k][0]}
 
 # %% ../nbs/00_core.ipynb #f7ba7761
+PRESETS = ("ours", "release", "paper")
 _DRAWINGS = ("omniglot", "glyphs")
-
-
-def _by_data(dataset, drawings, photographs):
-    return drawings if dataset in _DRAWINGS else photographs
-
-
 _FEWSHOT_ALONE = ("decision", "sib_steps", "aim_update", "adapt", "heatmap")
+
+
+class _ByData(NamedTuple):
+    "A value that depends on the dataset."
+
+    drawings: object
+    photographs: object
+
+
+_TABLE = dict(  # ours, release, paper
+    gate=("raw", "raw", "sigmoid"),
+    aim_scale=("1", "1", "1/K"),
+    select=("shared", "shared", "sample"),
+    norm=(_ByData("instance", "affine"), "affine", "affine"),
+    inputs=("standardised", "release", "standardised"),
+    row_reset=("matched", "normal", "kaiming"),
+    reduce=(True, True, _ByData(False, True)),
+    slow_set=("all", "all", "paper"),
+    fast_set=("release", "release", "paper"),
+    meta_images=(_ByData("same", "redrawn"), _ByData("same", "redrawn"), "others"),
+    train_classes=("split", "all", "split"),
+    trajectories=("prefix", "independent", "independent"),
+    protocol=("heldout", "release", "heldout"),
+    metatest_update=("head", "fast", "fast"),
+    metatest_rate=("validation", "test", "validation"),
+)
 
 
 def preset(
@@ -345,72 +367,19 @@ def preset(
     **changes,  # switches that differ from it
 ) -> Protocol:
     "The switches of a continual run."
-    check_choice("preset", name, PRESETS)
+    column = PRESETS.index(check_choice("preset", name, PRESETS))
     unknown = [k for k in changes if k not in SWITCHES]
     if unknown:
         raise AimError(f"There is no switch {unknown[0]!r}; the switches are {', '.join(SWITCHES)}.")
-    redrawn = _by_data(dataset, "same", "redrawn")
-    values = dict(
-        release=dict(
-            gate="raw",
-            aim_scale="1",
-            select="shared",
-            norm="affine",
-            inputs="release",
-            row_reset="normal",
-            reduce=True,
-            slow_set="all",
-            fast_set="release",
-            meta_images=redrawn,
-            train_classes="all",
-            trajectories="independent",
-            protocol="release",
-            metatest_update="fast",
-            metatest_rate="test",
-        ),
-        paper=dict(
-            gate="sigmoid",
-            aim_scale="1/K",
-            select="sample",
-            norm="affine",
-            inputs="standardised",
-            row_reset="kaiming",
-            reduce=_by_data(dataset, False, True),
-            slow_set="paper",
-            fast_set="paper",
-            meta_images="others",
-            train_classes="split",
-            trajectories="independent",
-            protocol="heldout",
-            metatest_update="fast",
-            metatest_rate="validation",
-        ),
-        ours=dict(
-            gate="raw",
-            aim_scale="1",
-            select="shared",
-            norm=_by_data(dataset, "instance", "affine"),
-            inputs="standardised",
-            row_reset="matched",
-            reduce=True,
-            slow_set="all",
-            fast_set="release",
-            meta_images=redrawn,
-            train_classes="split",
-            trajectories="prefix",
-            protocol="heldout",
-            metatest_update="head",
-            metatest_rate="validation",
-        ),
-    )[name]
+    values = {switch: row[column] for switch, row in _TABLE.items()}
+    for switch, value in values.items():
+        if isinstance(value, _ByData):
+            values[switch] = value.drawings if dataset in _DRAWINGS else value.photographs
     protocol = Protocol(**{**values, **changes})
     other = [k for k in changes if k in _FEWSHOT_ALONE]
     if other:
         raise AimError(f"The switch {other[0]!r} belongs to few-shot runs; a continual run does not have it.")
     return protocol
-
-
-PRESETS = ("ours", "release", "paper")
 
 
 def preset_size(name, dataset) -> int:
@@ -429,6 +398,8 @@ def parse_switches(
             near = difflib.get_close_matches(name, SWITCHES, 1)
             hint = f"did you mean {near[0]}?" if near else f"the switches are {', '.join(SWITCHES)}."
             raise AimError(f"switches: {word!r} is not name=value with a known name; {hint}")
+        if name in out:
+            raise AimError(f"switches: {name} is given twice; name it once.")
         if name in out:
             raise AimError(f"switches={text!r} sets {name} twice; leave one of them out.")
         known = {str(v): v for v in SWITCHES[name]}

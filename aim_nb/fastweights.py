@@ -8,13 +8,13 @@ import math
 from typing import NamedTuple
 import torch
 from torch.nn import functional as F
-from .aim import Attention, mix, mix_grads, unit, unit_grad
+from .aim import Attention, can_group, chosen_pairs, mix, unit, unit_grad
 from .core import AimError, check_choice
 
 # %% auto #0
 __all__ = ['split_parameters', 'inner_step', 'inner_loop', 'outer_gradient', 'Shared', 'shared_weights', 'Step', 'support_step',
-           'step_attention', 'step_output', 'mixed_value', 'pair_gradient', 'normalise_grad', 'adapt_batch', 'Fast',
-           'FastLinear', 'forward_terms', 'step_terms', 'state_step', 'FastAIM']
+           'step_attention', 'step_output', 'mix_grads', 'mixed_value', 'pair_gradient', 'normalise_grad',
+           'adapt_batch', 'Fast', 'FastLinear', 'forward_terms', 'step_terms', 'state_step', 'FastAIM']
 
 # %% ../nbs/11_fastweights.ipynb #4fe17380
 def split_parameters(
@@ -149,6 +149,23 @@ def step_output(
     C = ((att.score * att.mask) @ step.w.mT) * gram
     y = mixed - step.lr * (C @ step.g)
     return unit(y)[0] if step.shared.aim.gate == "raw" else y
+
+# %% ../nbs/11_fastweights.ipynb #b5eff2cc
+def mix_grads(
+    z,  # (B, D)
+    W,  # (M, D, V)
+    w,  # (B, M) weights
+    g,  # (B, V) gradient with respect to `mix(z, W, w, mask)`
+    mask,  # (B, M) bool
+) -> tuple:
+    "The gradients with respect to z, (B, D), and to w, (B, M), which is zero where the mechanism is idle."
+    if not can_group(g, W, w):
+        back = torch.einsum("bv,mdv->bmd", g, W)
+        return torch.einsum("bm,bmd->bd", w * mask, back), torch.einsum("bmd,bd->bm", back, z) * mask
+    rows, mech, ends = chosen_pairs(mask)
+    back = F.grouped_mm(g[rows], W.mT, offs=ends)
+    dz = torch.zeros_like(z).index_add(0, rows, back * w[rows, mech, None])
+    return dz, torch.zeros_like(w).index_put((rows, mech), (back * z[rows]).sum(1))
 
 # %% ../nbs/11_fastweights.ipynb #25d7bdcc
 @torch.no_grad()

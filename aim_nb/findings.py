@@ -4,7 +4,7 @@
 
 # %% ../nbs/18_findings.ipynb #a57af10b
 from __future__ import annotations
-import math
+import math, textwrap
 from typing import NamedTuple
 import numpy as np
 from . import activation, viz
@@ -50,15 +50,15 @@ from aim_nb.tables import (
 from .train_continual import LEARNS
 
 # %% auto #0
-__all__ = ['EFFORT', 'AIM', 'MEASURES', 'FEWSHOT_TABLES', 'COUNTS', 'OVER', 'HELD', 'NOT_HELD', 'MIXED', 'UNTESTED', 'SO_FAR',
-           'BOXES', 'measured', 'Point', 'fine', 'training_plan', 'coordinates', 'effort', 'points', 'paper_points',
-           'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains', 'claim_values', 'setting', 'in_order',
-           'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows', 'figure_needs',
-           'figure_rows', 'budgets', 'coverage', 'coverage_text', 'label_lines', 'parts_text', 'claim_lines',
-           'report_text', 'trained', 'plain_lines', 'gain_lines', 'trend', 'trend_text', 'band_lines', 'gap_lines',
-           'use_lines', 'switched', 'switch_lines', 'box', 'summary_markdown', 'records_of', 'block_markdown',
-           'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures', 'forgetting_figures',
-           'forgetting_markdown', 'ablation_figures', 'all_figures', 'table_files']
+__all__ = ['EFFORT', 'AIM', 'MEASURES', 'COUNTS', 'MOVED', 'FEWSHOT_TABLES', 'OVER', 'HELD', 'NOT_HELD', 'MIXED', 'UNTESTED',
+           'SO_FAR', 'BOXES', 'measured', 'Point', 'fine', 'training_plan', 'coordinates', 'effort', 'points',
+           'paper_points', 'Pair', 'fits', 'partner', 'se_of', 'differences', 'omniglot_gains', 'claim_values',
+           'setting', 'in_order', 'claim_rows', 'longest', 'claims_markdown', 'blocks', 'frame', 'rows_of', 'cell_rows',
+           'figure_needs', 'figure_rows', 'budgets', 'coverage', 'coverage_text', 'label_lines', 'parts_text',
+           'claim_lines', 'report_text', 'trained', 'plain_lines', 'gain_lines', 'trend', 'trend_text', 'band_lines',
+           'gap_lines', 'use_lines', 'switched', 'switch_lines', 'box', 'summary_markdown', 'records_of',
+           'block_markdown', 'notebook_links', 'activation_figures', 'continual_masks', 'trajectory_figures',
+           'forgetting_figures', 'forgetting_markdown', 'ablation_figures', 'all_figures', 'table_files']
 
 # %% ../nbs/18_findings.ipynb #5ef6ff8a
 def _mean(a) -> tuple:
@@ -347,6 +347,14 @@ def claim_values(id, all_) -> list:
     )
 
 # %% ../nbs/18_findings.ipynb #7f82aa13
+COUNTS = {"preset=release", "preset=paper", "metatest_update=fast", "metatest_update=head"}
+
+
+def _counts(variant) -> bool:
+    "Whether nothing was moved, or only what may be."
+    return set(filter(None, variant.split(", "))) <= COUNTS
+
+
 def setting(where) -> str:
     "A point's coordinates in words."
     parts = [
@@ -391,6 +399,9 @@ def _judged(claim, value, se, seeds, budget) -> str:
     return word + ("" if budget in PAPER_LONG else " so far") + (f" ({notes})" if notes else "")
 
 
+MOVED = "untested (switches moved)"
+
+
 def claim_rows(
     records,  # kept ones
     ids=None,  # some claims only
@@ -411,7 +422,7 @@ def claim_rows(
                 value=v,
                 ci=1.96 * se,
                 paper=paper.get(setting(p.where)),
-                verdict=_judged(c, v, se, n, p.where["budget"]),
+                verdict=_judged(c, v, se, n, p.where["budget"]) if _counts(p.where["other"]) else MOVED,
             )
             for p, v, se, n in claim_values(c["id"], mine)
         ]
@@ -496,12 +507,6 @@ def claims_markdown(
 
 # %% ../nbs/18_findings.ipynb #520ac003
 FEWSHOT_TABLES = ("few-shot", "soft_hard", "sto_count", "active_mech")
-# What may differ from the usual setting in a cell that counts: a whole preset, what learns at meta-test, and a choice of weights by validation
-COUNTS = {"preset=release", "preset=paper", "metatest_update=fast", "metatest_update=head", "weights=best"}
-
-
-def _counts(variant) -> bool:
-    return set(filter(None, variant.split(", "))) <= COUNTS
 
 
 def blocks(table, records) -> list:
@@ -781,8 +786,11 @@ OVER = {
 }
 
 
-def gain_lines(records) -> list:
-    "A sentence for each setting in which AIM stands beside its plain method or the linear layer of its size."
+def gain_lines(
+    records,
+    moved=False,  # instead the settings in which a switch was moved, which decide nothing
+) -> list:
+    "A sentence for each setting in which AIM was run with its plain method or with the linear layer of its size."
     mine, theirs, out = sorted(points(records), key=in_order), paper_points(), []
     for claim, over in OVER.items():
         paper = {setting(p.where | {"other": ""}): v for p, v, _, _ in claim_values(claim, theirs)}
@@ -794,7 +802,7 @@ def gain_lines(records) -> list:
             (
                 d
                 for d in claim_values(claim, mine)
-                if d[0].where["budget"] != "smoke" and ("n_classes" in d[0].where or not d[0].where["other"])
+                if d[0].where["budget"] != "smoke" and _counts(d[0].where["other"]) != moved
             ),
             "dataset",
             "backbone",
@@ -1139,7 +1147,7 @@ def activation_figures(records) -> dict:
 def _titled(title, records) -> str:
     "A title, and on a line of its own the switches that some of the records moved."
     moved = dict.fromkeys(f"{k}={v}" for r in records for k, v in moved_switches(r).items() if k != "metatest_update")
-    return title + ("\n" + ", ".join(moved) if moved else "")
+    return "\n".join([title, *textwrap.wrap(", ".join(moved), 70)])
 
 
 def continual_masks(records) -> dict:
@@ -1188,16 +1196,16 @@ def _named(label, dataset, preset) -> str:
 def trajectory_figures(records) -> dict:
     "File name -> figure: accuracy over the number of classes, for each dataset, preset and choice of what learns at meta-test."
     out = {}
-    for (d, preset), of in _drawn(records).items():
+    for (d, name), of in _drawn(records).items():
         for learns, words in LEARNS.items():
             if learns not in {u for _, u in of}:
                 continue
             plain = {m: r for (m, u), r in of.items() if u == "head" and learns == "fast" and "aim" not in m}
             lines = plain | {m: r for (m, u), r in of.items() if u == learns}
             title = f"{d}, {next(iter(of.values()))['budget']['steps']:,} steps; {words}"
-            name = _named("fig:benchmark_continual", d, preset) + ("" if learns == "head" else f"_{learns}")
+            file = _named("fig:benchmark_continual", d, name) + ("" if learns == "head" else f"_{learns}")
             curves = {m: continual_curve(r) for m, r in lines.items()}
-            out[name] = viz.accuracy_trajectories(curves, d, title=_titled(title, lines.values()))
+            out[file] = viz.accuracy_trajectories(curves, d, title=_titled(title, lines.values()))
     return out
 
 # %% ../nbs/18_findings.ipynb #9ce4beb1
@@ -1209,11 +1217,11 @@ def _aged(records) -> dict:
 def forgetting_figures(records) -> dict:
     "File name -> figure: accuracy of each class over how long ago it was learnt, for each dataset and preset."
     out = {}
-    for (d, preset), of in _aged(records).items():
+    for (d, name), of in _aged(records).items():
         ages = [{m: r["metrics"]["by_age"] for (m, u), r in of.items() if u == learns} for learns in ("head", "fast")]
         if any(ages):
             title = f"{d}, {next(iter(of.values()))['budget']['steps']:,} steps"
-            out[_named("fig:forgetting", d, preset)] = viz.forgetting_curves(*ages, _titled(title, of.values()))
+            out[_named("fig:forgetting", d, name)] = viz.forgetting_curves(*ages, _titled(title, of.values()))
     return out
 
 

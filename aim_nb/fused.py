@@ -8,15 +8,15 @@ import functools, math, weakref
 from typing import NamedTuple
 import torch
 import torch.nn.functional as F
-from .aim import AIM, Identity, LinearTwin, matrices, plan, unit, unit_grad
+from .aim import AIM, Identity, LinearTwin, unit, unit_grad
 from .core import AimError, share_out
 
 # %% auto #0
 __all__ = ['Mixed', 'Steps', 'Episodes', 'IdentitySteps', 'IdentityEpisodes', 'multiply', 'subtract_', 'LinearSteps',
-           'LinearEpisodes', 'Scratch', 'steps_of', 'row_by_row', 'Part', 'update_', 'products', 'few_products',
-           'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot', 'vbm', 'moving', 'Tied', 'Changing', 'Stepped',
-           'coefficients', 'mixtures', 'write_state_', 'write_states_', 'Queries', 'moving_queries', 'AIMOutputs',
-           'AIMSteps', 'AIMEpisodes', 'block_length', 'episodes', 'steps']
+           'LinearEpisodes', 'Plan', 'plan', 'matrices', 'Scratch', 'steps_of', 'row_by_row', 'Part', 'update_',
+           'products', 'few_products', 'part_sum', 'part_slopes', 'part_split', 'Pending', 'dot', 'vbm', 'moving',
+           'Tied', 'Changing', 'Stepped', 'coefficients', 'mixtures', 'write_state_', 'write_states_', 'Queries',
+           'moving_queries', 'AIMOutputs', 'AIMSteps', 'AIMEpisodes', 'block_length', 'episodes', 'steps']
 
 # %% ../nbs/11_fused.ipynb #3a94c4d3
 class Mixed(NamedTuple):
@@ -169,6 +169,30 @@ class LinearEpisodes(Episodes):
     steps = LinearSteps
 
 # %% ../nbs/11_fused.ipynb #52274499
+class Plan(NamedTuple):
+    "The pairs (row, mechanism) in use, sorted by mechanism."
+
+    rows: torch.Tensor  # (n,)
+    mech: torch.Tensor  # (n,)
+    active: list  # distinct mechanisms, ascending
+    sizes: list  # pairs of each
+
+
+def plan(mask) -> Plan:  # (B, M) bool
+    "Sort the pairs in use by mechanism."
+    mech, rows = mask.t().nonzero(as_tuple=True)
+    sizes = mech.bincount(minlength=mask.shape[1]).tolist()
+    active = [m for m, n in enumerate(sizes) if n]
+    return Plan(rows, mech, active, [sizes[m] for m in active])
+
+
+def matrices(W, active):  # (M, ...), some of 0..M-1
+    "The active ones of a stack of matrices, no copy."
+    W = W.detach()
+    parts = W.unbind() if 4 * len(active) > len(W) else {m: W[m] for m in active}
+    return [parts[m] for m in active]
+
+
 class Scratch:
     "Memory that is used again: fresh megabytes cost more than the arithmetic done on them."
 
@@ -648,7 +672,7 @@ class AIMEpisodes(Episodes):
             aim.scores(aim.keys(Z), queries.q),
             lambda r: None if r[0] is None else torch.stack(r).view(T, -1, r[0].shape[-1]),
         )
-        self.known = aim.choose(a, stack(self.ranks))
+        self.known = aim.choose(a, stack(self.ranks)).clone()
         if n:
             self.known[:, :n] |= aim.choose(a[:, :n], stack(self.ranks_in))
         self.parts, self.heads = part_split(
