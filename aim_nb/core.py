@@ -399,8 +399,6 @@ def parse_switches(
             hint = f"did you mean {near[0]}?" if near else f"the switches are {', '.join(SWITCHES)}."
             raise AimError(f"switches: {word!r} is not name=value with a known name; {hint}")
         if name in out:
-            raise AimError(f"switches: {name} is given twice; name it once.")
-        if name in out:
             raise AimError(f"switches={text!r} sets {name} twice; leave one of them out.")
         known = {str(v): v for v in SWITCHES[name]}
         out[name] = known[check_choice(name, value, known)]
