@@ -151,7 +151,10 @@ def _raw(data):
 
 
 def _filled(raw, dtype, shape, order):
-    return np.frombuffer(_raw(raw), dtype.value).reshape(shape, order=order)
+    array = np.frombuffer(_raw(raw), dtype.value).reshape(shape, order=order)
+    if max(array.shape, default=0) > max(array.nbytes, 1000):
+        raise AimError(f"holds an empty array of shape {array.shape}: refused.")
+    return array
 
 
 @dataclass

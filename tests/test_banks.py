@@ -777,6 +777,13 @@ def test_pickle_of_a_billion_elements_is_refused(cifar, file, wrap):
         assert "refused" in str(answer(lambda: prepare_bank("cifar100", cifar).sha))
 
 
+def test_an_empty_array_of_a_trillion_rows_is_refused(cifar):
+    hollow = {"fine_label_names": np.zeros((10**12, 0), np.uint8)}
+    for protocol in (2, 5):
+        (cifar / "cifar-100-python" / "meta").write_bytes(pickle.dumps(hollow, protocol))
+        assert "empty array" in str(answer(lambda: prepare_bank("cifar100", cifar).sha))
+
+
 def test_pickle_with_a_nested_key_is_refused():
     "Hashing this key would take 2**60 steps, and the deep one the whole C stack."
     wide = b"\x80\x02}" + b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"K\x01s."
