@@ -4,22 +4,25 @@
 
 # %% ../nbs/02_bank_files.ipynb #e38b1192
 from __future__ import annotations
-import contextlib, csv, errno, functools, hashlib, itertools, json, os, pickle, struct, tarfile, time, tokenize, zipfile, zlib
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 import numpy as np
-from PIL import Image
 from .core import AimError, atomic_dir, check_choice, content_key, progress
 
 # %% auto #0
-__all__ = ['PARTS', 'IMAGES', 'ARRAYS', 'VERSION', 'FULL', 'DAMAGED', 'Bank', 'disk_errors', 'file_errors', 'write_bank',
-           'load_bank']
+__all__ = ['PARTS', 'ARRAYS', 'Bank', 'disk_errors', 'file_errors', 'write_bank', 'load_bank']
 
 # %% ../nbs/02_bank_files.ipynb #78595340
 PARTS = ("train", "val", "test")  # class splits
-IMAGES = {"train": 0, "test": 1}  # values of `split`
 ARRAYS = {"images": "uint8", "labels": "int64", "split": "uint8"}
-VERSION = 1  # of the files' format
+_VERSION = 1  # of the files' format
 
 # %% ../nbs/02_bank_files.ipynb #564ebd4a
 @dataclass
@@ -46,10 +49,6 @@ class Bank:
     def alphabets(self) -> list:
         return [n.rpartition("/")[0] for n in self.class_names]
 
-    @functools.cached_property
-    def _starts(self):
-        return np.searchsorted(self.labels, np.arange(len(self.class_names) + 1))
-
     def classes(self, split="train") -> np.ndarray:
         "The labels of a class split."
         if split == "all":
@@ -58,10 +57,11 @@ class Bank:
 
     def rows(self, label, images="all") -> np.ndarray:
         "The rows of one class: all, or its training or test images."
-        rows = np.arange(self._starts[label], self._starts[label + 1])
+        rows = np.arange(*np.searchsorted(self.labels, [label, label + 1]))
         if images == "all":
             return rows
-        return rows[self.split[rows] == IMAGES[check_choice("images", images, ("all", *IMAGES))]]
+        check_choice("images", images, ("all", "train", "test"))
+        return rows[self.split[rows] == (images == "test")]
 
     def class_rows(self, split="train", images="all") -> list:
         "The rows of each class of a split."
@@ -81,7 +81,8 @@ def _save_blocks(
     "Write `blocks` as one array of `n` rows and return the sha256 of its bytes."
     blocks = iter(blocks)
     first = np.asarray(next(blocks))
-    sha, done = hashlib.sha256(), 0
+    sha = hashlib.sha256()
+    done = 0
     head = dict(descr=np.lib.format.dtype_to_descr(first.dtype), fortran_order=False, shape=(n, *first.shape[1:]))
     with open(path, "wb") as f, progress(total=n, desc=desc, unit=" images", disable=not desc) as bar:
         np.lib.format.write_array_header_1_0(f, head)
@@ -102,30 +103,6 @@ def _save_blocks(
     return sha.hexdigest()
 
 # %% ../nbs/02_bank_files.ipynb #5e5a2992
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DAMAGED = (
-    zipfile.BadZipFile,
-    tarfile.TarError,
-    zlib.error,
-    EOFError,
-    pickle.UnpicklingError,
-    Image.DecompressionBombError,
-    UnicodeError,
-    csv.Error,
-    SyntaxError,
-    tokenize.TokenError,
-    struct.error,
-    AssertionError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    MemoryError,
-)
-
-
 @contextlib.contextmanager
 def disk_errors(
     path,  # the file or directory at hand
@@ -134,9 +111,10 @@ def disk_errors(
     try:
         yield
     except OSError as e:
-        if e.errno in FULL:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise AimError(
-                f"The disk is full: {path} could not be written and nothing was kept; free some space or set AIM_DATA to another place."
+                f"The disk is full: {path} could not be written and nothing was kept; "
+                "free some space or set AIM_DATA to another place."
             ) from e
         if e.errno is None:
             raise  # not the disk: Pillow says this of a broken picture
@@ -153,18 +131,9 @@ def file_errors(
             yield
     except AimError:
         raise
-    except (OSError, *DAMAGED) as e:
-        raise AimError(
-            f"{path} is damaged or incomplete ({type(e).__name__}: {' '.join(str(e).split())[:80]}); delete it and get it again."
-        ) from e
-
-# %% ../nbs/02_bank_files.ipynb #7038642f
-def _commit(ready, dir):
-    "Move a finished bank into place; a reader sees the old bank, none, or the new one."
-    (dir / "bank.json").unlink(missing_ok=True)
-    for name in (*(f"{a}.npy" for a in ARRAYS), "bank.json"):
-        os.replace(ready / name, dir / name)
-    ready.rmdir()
+    except Exception as e:
+        why = f"{type(e).__name__}: {' '.join(str(e).split())[:80]}"
+        raise AimError(f"{path} is damaged or incomplete ({why}); delete it and get it again.") from e
 
 # %% ../nbs/02_bank_files.ipynb #511a3b97
 def _check_parts(labels, split, class_names, splits):
@@ -179,27 +148,23 @@ def _check_parts(labels, split, class_names, splits):
     if len(set(labels.tolist())) != len(class_names) or labels[0] < 0 or labels[-1] >= len(class_names):
         raise AimError("Each class needs at least one image.")
 
-# %% ../nbs/02_bank_files.ipynb #eb7c076c
-def _save_text(path, text):
-    "Write text and wait until it is on the disk."
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text)
+# %% ../nbs/02_bank_files.ipynb #87c66dfc
+def _write_files(dir, info, images, labels, split):
+    "The four files of a bank, on the disk when this returns."
+    n = len(labels)
+    blocks = [images] if isinstance(images, np.ndarray) else images
+    sha = dict(
+        images=_save_blocks(dir / "images.npy", blocks, n, f"building {info['name']}" if n > 5000 else ""),
+        labels=_save_blocks(dir / "labels.npy", [labels], n),
+        split=_save_blocks(dir / "split.npy", [split], n),
+    )
+    shape = np.load(dir / "images.npy", mmap_mode="r").shape
+    with open(dir / "bank.json", "w", encoding="utf-8") as f:
+        json.dump({**info, "shape": shape, "sha256": sha}, f, indent=1)
         f.flush()
         os.fsync(f.fileno())
 
-
-def _write_files(tmp, name, images, arrays, **info):
-    "The four files of a bank, in a directory of their own."
-    blocks, n = [images] if isinstance(images, np.ndarray) else images, len(arrays["labels"])
-    sha = {"images": _save_blocks(tmp / "images.npy", blocks, n, f"building {name}" if n > 5000 else "")}
-    sha |= {k: _save_blocks(tmp / f"{k}.npy", [v], n) for k, v in arrays.items()}
-    shape = np.load(tmp / "images.npy", mmap_mode="r").shape
-    _save_text(
-        tmp / "bank.json",
-        json.dumps(dict(format="aim_nb bank", version=VERSION, name=name, shape=shape, sha256=sha, **info), indent=1),
-    )
-
-# %% ../nbs/02_bank_files.ipynb #6e60bee2
+# %% ../nbs/02_bank_files.ipynb #eb7c076c
 def write_bank(
     dir,  # where the four files go
     name,  # as the user calls the dataset
@@ -211,22 +176,26 @@ def write_bank(
     source,  # where the images come from, in words
     **extra,  # more to remember in bank.json
 ) -> Path:
-    "Write a bank, whole or not at all."
+    "Write a bank, whole or not at all, and return its directory."
     dir = Path(dir)
-    made = not dir.exists()
-    arrays = dict(labels=np.asarray(labels, np.int64), split=np.asarray(split, np.uint8))
-    splits = {p: sorted(map(int, splits[p])) for p in PARTS}
-    _check_parts(*arrays.values(), class_names, splits)
+    is_new = not dir.exists()
+    labels = np.asarray(labels, np.int64)
+    split = np.asarray(split, np.uint8)
+    splits = {part: sorted(map(int, splits[part])) for part in PARTS}
+    _check_parts(labels, split, class_names, splits)
+    info = dict(format="aim_nb bank", version=_VERSION, name=name, source=source, splits=splits)
+    info |= dict(class_names=list(class_names), **extra)
     try:
         with disk_errors(dir):
             dir.mkdir(parents=True, exist_ok=True)
             with atomic_dir(dir / ".ready") as tmp:
-                _write_files(
-                    tmp, name, images, arrays, source=source, splits=splits, class_names=list(class_names), **extra
-                )
-            _commit(dir / ".ready", dir)
+                _write_files(tmp, info, images, labels, split)
+            (dir / "bank.json").unlink(missing_ok=True)
+            for file in (*(f"{a}.npy" for a in ARRAYS), "bank.json"):
+                os.replace(dir / ".ready" / file, dir / file)
+            (dir / ".ready").rmdir()
     finally:
-        if made and dir.exists() and not any(dir.iterdir()):
+        if is_new and dir.exists() and not any(dir.iterdir()):
             dir.rmdir()
     return dir
 
@@ -262,19 +231,17 @@ def load_bank(
     try:
         with file_errors(dir):
             info, arrays = _read_files(dir)
-            if info["format"] != "aim_nb bank" or info["version"] != VERSION:
-                raise AimError(f"it has format {info['format']} {info['version']}, not {VERSION}")
-            for k, kind in ARRAYS.items():
-                if (
-                    arrays[k].dtype != kind
-                    or list(arrays[k].shape) != info["shape"][: arrays[k].ndim]
-                    or arrays[k].ndim != (4 if k == "images" else 1)
-                ):
-                    raise AimError(f"{k}.npy is not what bank.json says")
+            if info["format"] != "aim_nb bank" or info["version"] != _VERSION:
+                raise AimError(f"it has format {info['format']} {info['version']}, not {_VERSION}")
+            for key, kind in ARRAYS.items():
+                shape = info["shape"] if key == "images" else info["shape"][:1]
+                if arrays[key].dtype != kind or list(arrays[key].shape) != shape or len(info["shape"]) != 4:
+                    raise AimError(f"{key}.npy is not what bank.json says")
             _check_parts(arrays["labels"], arrays["split"], info["class_names"], info["splits"])
             info["sha256"], info["source"]
             return Bank(info["name"], **arrays, class_names=info["class_names"], splits=info["splits"], info=info)
     except AimError as e:
+        why = str(e).split("; delete")[0].rstrip(".")
         raise AimError(
-            f"The bank in {dir} cannot be used ({str(e).split('; delete')[0].rstrip('.')}); run `aim-nb data prepare {dir.name}` to build it again."
+            f"The bank in {dir} cannot be used ({why}); run `aim-nb data prepare {dir.name}` to build it again."
         ) from e

@@ -19,6 +19,7 @@ import socket
 import stat
 import sys
 import tarfile
+import textwrap
 import warnings
 import zipfile
 from dataclasses import dataclass
@@ -31,9 +32,8 @@ from .paper import class_split
 from .bank_files import PARTS, disk_errors, file_errors
 
 # %% auto #0
-__all__ = ['BIG', 'LANCZOS', 'FORMATS', 'SUFFIXES', 'EXPECT', 'FORMS', 'MINI_READERS', 'open_files', 'decode', 'read_pickle',
-           'import_torchvision', 'official', 'find_source', 'read_omniglot', 'read_cifar100', 'read_mini_imagenet',
-           'folder_pictures', 'read_folder']
+__all__ = ['BIG', 'EXPECT', 'FORMS', 'READERS', 'open_files', 'decode', 'read_pickle', 'import_torchvision', 'official', 'fetch',
+           'find_source', 'folder_pictures', 'read_folder']
 
 # %% ../nbs/02_bank_sources.ipynb #b3338359
 BIG = dict(  # far above any dataset here, far below what would hurt
@@ -120,9 +120,9 @@ def open_files(
         yield files
 
 # %% ../nbs/02_bank_sources.ipynb #ef921970
-LANCZOS = Image.Resampling.LANCZOS
-FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM")
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
+_LANCZOS = Image.Resampling.LANCZOS
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 
 
 def decode(
@@ -132,7 +132,7 @@ def decode(
 ) -> Image.Image:
     "A picture from outside, in memory."
     with file_errors(where):
-        im = Image.open(io.BytesIO(data), formats=FORMATS)
+        im = Image.open(io.BytesIO(data), formats=_FORMATS)
         if im.width * im.height > BIG["pixels"]:
             raise AimError(
                 f"{where} claims to be {im.width} x {im.height} pixels, far more than a dataset needs: refused."
@@ -151,7 +151,10 @@ def _raw(data):
 
 
 def _filled(raw, dtype, shape, order):
-    return np.frombuffer(_raw(raw), dtype.value).reshape(shape, order=order)
+    array = np.frombuffer(_raw(raw), dtype.value).reshape(shape, order=order)
+    if max(array.shape, default=0) > max(array.nbytes, 1000):
+        raise AimError(f"holds an empty array of shape {array.shape}: refused.")
+    return array
 
 
 @dataclass
@@ -219,28 +222,27 @@ def _dictionary(items):
     return dict(zip(keys, map(_plain, items[1::2]), strict=True))
 
 # %% ../nbs/02_bank_sources.ipynb #4584b519
-_TAKES = dict(APPEND=1, SETITEM=2, TUPLE1=1, TUPLE2=2, TUPLE3=3, STACK_GLOBAL=2, REDUCE=2, BUILD=1, STOP=1)
+_TAKES = dict(APPEND=1, SETITEM=2, TUPLE1=1, TUPLE2=2, TUPLE3=3, STACK_GLOBAL=2, REDUCE=2, BUILD=1)
 _TAKES_SINCE_MARK = {"LIST", "DICT", "TUPLE", "APPENDS", "SETITEMS"}
 _CONSTANTS = dict(NONE=None, NEWTRUE=True, NEWFALSE=False)
-_VALUES = frozenset(
-    """INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE
-    SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8""".split()
-)
 
 
-def _follow(data):
-    "The value that the instructions of a pickle build."
-    stack, marks, memo = [], [], {}
+def _instructions(data):
+    "Names and arguments, up to as many as a dataset can need."
     for count, (instruction, arg, _) in enumerate(pickletools.genops(data)):
         if count > BIG["instructions"]:
             raise AimError("has more instructions than any dataset needs: refused.")
-        name = instruction.name
+        yield instruction.name, arg
+
+# %% ../nbs/02_bank_sources.ipynb #04b59df7
+def _follow(data):
+    "The value that the instructions of a pickle build."
+    stack, marks, memo = [], [], {}
+    for name, arg in _instructions(data):
         start = marks.pop() if name in _TAKES_SINCE_MARK else len(stack) - _TAKES.get(name, 0)
         items = stack[start:]
         del stack[start:]
         match name:
-            case "STOP":
-                return _plain(items[0])
             case "MARK":
                 marks.append(len(stack))
             case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
@@ -263,12 +265,13 @@ def _follow(data):
                 stack.append(items[0](*items[1]))
             case "BUILD":
                 stack[-1].fill(items[0])
-            case "PROTO" | "FRAME":
+            case "PROTO" | "FRAME" | "STOP":
                 pass
-            case _ if name in _VALUES or name in _CONSTANTS:
-                stack.append(_CONSTANTS.get(name, arg))
+            case _ if name in _CONSTANTS or arg is not None:
+                stack.append(_CONSTANTS.get(name, arg))  # a number or text
             case _:
                 raise AimError(f"holds the instruction {name}, which no data needs: refused, nothing was run.")
+    return _plain(stack.pop())
 
 # %% ../nbs/02_bank_sources.ipynb #9e723c92
 def read_pickle(
@@ -296,13 +299,10 @@ EXPECT = {
 def _all_equal(what, found, expected, where):
     "Refuse content that differs from the published dataset."
     if found != expected:
+        expected, found = (textwrap.shorten(str(v), 60, placeholder="...") for v in (expected, found))
         raise AimError(
-            f"{where} is not the published dataset: {what} should be {_short(expected)}, found {_short(found)}; get a fresh copy."
+            f"{where} is not the published dataset: {what} should be {expected}, found {found}; get a fresh copy."
         )
-
-
-def _short(value):
-    return text if len(text := str(value)) < 60 else f"{text[:60]}..."
 
 
 def _counts(what, counts, expected, where):
@@ -365,14 +365,12 @@ def _checksums(name, root, paths):
     bad = [f.name for f in files if not f.exists() or _md5(f) != known[f]]
     if not bad:
         return "The files have the official checksums."
-    warnings.warn(
-        f"{name}: the checksum of {', '.join(bad)} is not the official one; counts, shapes and class names are right, so it is accepted.",
-        stacklevel=5,
-    )
-    return f"The checksum of {', '.join(bad)} is not the official one; accepted by content."
+    said = f"the checksum of {', '.join(bad)} is not the official one"
+    warnings.warn(f"{name}: {said}; counts, shapes and class names are right, so it is accepted.", stacklevel=5)
+    return f"T{said[1:]}; accepted by content."
 
 # %% ../nbs/02_bank_sources.ipynb #64d1fd36
-def _fetch(url, path, md5):
+def fetch(url, path, md5):
     "Download one file, whole or not at all."
     import_torchvision()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -424,41 +422,41 @@ def find_source(
 # %% ../nbs/02_bank_sources.ipynb #918aae28
 def _characters(files, where):
     "`alphabet/characterNN` -> the readers of its drawings, sorted."
-    out = {}
+    characters = {}
     for name, read in sorted(files.items()):
         parts = PurePosixPath(name).parts
-        if len(parts) < 3 or not name.endswith(".png") or parts[-1].startswith(".") or parts[0] == "__MACOSX":
-            continue
-        out.setdefault("/".join(parts[-3:-1]), []).append((f"{where}: {name}", read))
-    return dict(sorted(out.items()))
+        if len(parts) >= 3 and name.endswith(".png") and not parts[-1].startswith(".") and parts[0] != "__MACOSX":
+            characters.setdefault("/".join(parts[-3:-1]), []).append((f"{where}: {name}", read))
+    return dict(sorted(characters.items()))
 
 
 def _drawing(where, read, side):
     with file_errors(where):
         im = decode(read(), where, "L")
     _all_equal("the size of a drawing", im.size, (side, side), where)
-    return np.asarray(im.resize((28, 28), LANCZOS))[..., None]
+    return np.asarray(im.resize((28, 28), _LANCZOS))[..., None]
 
 # %% ../nbs/02_bank_sources.ipynb #44d6fef2
-def read_omniglot(root, form, paths, stack) -> dict:
+def _read_omniglot(root, form, paths, stack) -> dict:
     "Omniglot from its two zips or folders."
-    want, chars, n = EXPECT["omniglot"], {}, []
+    want = EXPECT["omniglot"]
+    characters = {}
     for path in paths:
-        part = path.name.removesuffix(".zip")
         found = _characters(stack.enter_context(open_files(path)), path)
-        _all_equal("the number of characters", len(found), want[part], path)
-        _counts("drawings", {k: len(v) for k, v in found.items()}, want["each"], path)
-        chars |= found
-        n.append(len(found))
-    _all_equal("the key of the class names", content_key(list(chars)), want["names"], paths[0].parent)
-    n, last = n[0], len(chars)
+        _all_equal("the number of characters", len(found), want[path.name.removesuffix(".zip")], path)
+        _counts("drawings", {name: len(drawings) for name, drawings in found.items()}, want["each"], path)
+        characters |= found
+    _all_equal("the key of the class names", content_key(list(characters)), want["names"], paths[0].parent)
+    n = len(characters)
+    test = want["images_background"]  # the first class of each split
+    val = test - want["val"]
     return dict(
-        images=(np.stack([_drawing(*d, want["side"]) for d in c]) for c in chars.values()),
-        class_names=list(chars),
-        labels=np.repeat(np.arange(last), want["each"]),
-        split=_tail([want["each"]] * last, 1 / 4),
+        images=(np.stack([_drawing(*d, want["side"]) for d in drawings]) for drawings in characters.values()),
+        class_names=list(characters),
+        labels=np.repeat(np.arange(n), want["each"]),
+        split=_tail([want["each"]] * n, 1 / 4),
         image_split="of each class the last 5 of 20 drawings are test images",
-        splits=dict(train=range(n - want["val"]), val=range(n - want["val"], n), test=range(n, last)),
+        splits=dict(train=range(val), val=range(val, test), test=range(test, n)),
         checksum=_checksums("omniglot", root, paths),
     )
 
@@ -466,24 +464,18 @@ def read_omniglot(root, form, paths, stack) -> dict:
 def _cifar_part(files, part, names, where):
     "Images and labels of CIFAR-100's train or test file, checked."
     where = f"{where}: {part}"
+    each = EXPECT["cifar100"][part]
     with file_errors(where):
         d = read_pickle(files[part](), where)
-    with file_errors(where):
-        data, labels = np.asarray(d["data"]), np.asarray(d["fine_labels"], np.int64)
-    _all_equal(
-        "the shape of the data",
-        (data.dtype.name, *data.shape),
-        ("uint8", len(names) * EXPECT["cifar100"][part], 3072),
-        where,
-    )
+        data = np.asarray(d["data"])
+        labels = np.asarray(d["fine_labels"], np.int64)
+    _all_equal("the shape of the data", (data.dtype.name, *data.shape), ("uint8", len(names) * each, 3072), where)
     _all_equal("the number of labels", len(labels), len(data), where)
-    _counts(
-        f"{part} images", {n: int((labels == i).sum()) for i, n in enumerate(names)}, EXPECT["cifar100"][part], where
-    )
+    _counts(f"{part} images", {name: int((labels == i).sum()) for i, name in enumerate(names)}, each, where)
     return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 # %% ../nbs/02_bank_sources.ipynb #d0dce46d
-def read_cifar100(root, form, paths, stack) -> dict:
+def _read_cifar100(root, form, paths, stack) -> dict:
     "CIFAR-100 from its python archive or folder."
     path = paths[0]
     files = {PurePosixPath(k).name: read for k, read in stack.enter_context(open_files(path)).items()}
@@ -493,16 +485,18 @@ def read_cifar100(root, form, paths, stack) -> dict:
     with file_errors(f"{path}: meta"):
         names = [str(n) for n in read_pickle(files["meta"](), f"{path}: meta")["fine_label_names"]]
     _all_equal("the class names", names, sorted(sum(class_split("cifar-fs").values(), [])), path)
-    (x, y), (x_test, y_test) = (_cifar_part(files, p, names, path) for p in ("train", "test"))
-    rows = np.argsort(np.concatenate([y, y_test]), kind="stable")  # by class, training images first
-    x, split = np.concatenate([x, x_test]), np.repeat(np.uint8([0, 1]), [len(y), len(y_test)])
-    n = len(names)
+    train, train_labels = _cifar_part(files, "train", names, path)
+    test, test_labels = _cifar_part(files, "test", names, path)
+    images = np.concatenate([train, test])
+    labels = np.concatenate([train_labels, test_labels])
+    split = np.repeat([0, 1], [len(train), len(test)])
+    rows = np.argsort(labels, kind="stable")  # by class, training images first
     return dict(
-        images=(x[r] for r in np.array_split(rows, n)),
-        labels=np.concatenate([y, y_test])[rows],
+        images=(images[r] for r in np.array_split(rows, len(names))),
+        labels=labels[rows],
         split=split[rows],
         class_names=names,
-        splits=dict(train=range(60), val=range(60, 70), test=range(70, n)),
+        splits=dict(train=range(60), val=range(60, 70), test=range(70, 100)),
         image_split="official",
         checksum=_checksums("cifar100", root, paths),
     )
@@ -543,18 +537,11 @@ def _check_classes(found, part, where):
     _all_equal(f"the {part} classes", sorted(found), sorted(class_split("mini-imagenet")[part]), where)
 
 # %% ../nbs/02_bank_sources.ipynb #a9402835
-MINI_READERS = {
-    "cache pickles": _mini_cache,
-    "category-split pickles": _mini_category,
-    "images and csv files": _mini_files,
-}
-
-
 def _mini_images(source, side, where):
     "(600, 84, 84, 3) uint8: the images of one class, from files or from rows of an array."
     if isinstance(source, list):
         pictures = [decode(_read_file(f), f, "RGB") for f in source]
-        return np.stack([p if p.size == (side, side) else p.resize((side, side), LANCZOS) for p in pictures])
+        return np.stack([p if p.size == (side, side) else p.resize((side, side), _LANCZOS) for p in pictures])
     images, rows = source
     with file_errors(where):
         kind = (images.dtype.name, *images.shape[1:])
@@ -563,34 +550,36 @@ def _mini_images(source, side, where):
         return images[np.asarray(rows, np.int64)]
 
 
-def read_mini_imagenet(root, form, paths, stack) -> dict:
+def _read_mini_imagenet(root, form, paths, stack) -> dict:
     "mini-ImageNet from any of the three forms."
+    readers = dict(zip(FORMS["mini-imagenet"], (_mini_cache, _mini_category, _mini_files)))
     want = EXPECT["mini-imagenet"]
     where = paths[0].parent
     classes = {}
     for part, path in zip(PARTS, paths[-3:]):
         with file_errors(path):
-            found = MINI_READERS[form](path, part)
+            found = readers[form](path, part)
             _check_classes(found, part, where)
             counts = {name: len(source if isinstance(source, list) else source[1]) for name, source in found.items()}
         _counts("images", counts, want["each"], where)
         classes |= found
     names = sorted(classes)
-    n = len(names)
-    splits = {part: [names.index(c) for c in cs] for part, cs in class_split("mini-imagenet").items()}
     return dict(
         images=(_mini_images(classes[c], want["side"], where) for c in names),
-        labels=np.repeat(np.arange(n), want["each"]),
-        split=_tail([want["each"]] * n, 1 / 10),
+        labels=np.repeat(np.arange(len(names)), want["each"]),
+        split=_tail([want["each"]] * len(names), 1 / 10),
         class_names=names,
-        splits=splits,
+        splits={part: [names.index(c) for c in cs] for part, cs in class_split("mini-imagenet").items()},
         image_split="of each class the last 60 of 600 images are test images",
         checksum="There is no official checksum; accepted by its content.",
     )
 
+
+READERS = {"omniglot": _read_omniglot, "cifar100": _read_cifar100, "mini-imagenet": _read_mini_imagenet}
+
 # %% ../nbs/02_bank_sources.ipynb #adff0fbe
 def _is_picture(file):
-    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+    return file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
 
 
 def folder_pictures(
@@ -629,7 +618,7 @@ def folder_pictures(
 
 # %% ../nbs/02_bank_sources.ipynb #65a20edd
 def _square(file, side):
-    return np.asarray(ImageOps.fit(decode(_read_file(file), file, "RGB"), (side, side), LANCZOS))
+    return np.asarray(ImageOps.fit(decode(_read_file(file), file, "RGB"), (side, side), _LANCZOS))
 
 
 def read_folder(name) -> dict:

@@ -19,17 +19,7 @@ import numpy as np
 from .core import DATASETS, AimError, check_choice, content_key, data_root
 from .paper import class_split
 from .bank_files import ARRAYS, PARTS, Bank, disk_errors, load_bank, write_bank
-from aim_nb.bank_sources import (
-    FORMS,
-    _fetch,
-    find_source,
-    folder_pictures,
-    official,
-    read_cifar100,
-    read_folder,
-    read_mini_imagenet,
-    read_omniglot,
-)
+from .bank_sources import FORMS, READERS, fetch, find_source, folder_pictures, official, read_folder
 
 # %% auto #0
 __all__ = ['HOW_TO_OBTAIN', 'bank_dir', 'prepare_bank', 'open_bank', 'check_bank', 'list_banks']
@@ -41,7 +31,6 @@ HOW_TO_OBTAIN = {
     "cifar-fs": "`aim-nb data prepare cifar-fs` downloads CIFAR-100 (170 MB)",
     "mini-imagenet": "ImageNet's pictures may not be passed on, so put your own copy there",
 }
-_READERS = {"omniglot": read_omniglot, "cifar100": read_cifar100, "mini-imagenet": read_mini_imagenet}
 _IMAGES_OF = {"cifar-fs": "cifar100"}  # another class split of the same images
 _FOLDER_KEY = re.compile("folder-[0-9a-f]{12}")  # the name of a bank of somebody's own images
 
@@ -130,14 +119,14 @@ def _parts(name, root, download, stack):
         for path, (url, md5) in official(images).items():
             if url and not (root / path).exists():
                 try:
-                    _fetch(url, root / path, md5)
+                    fetch(url, root / path, md5)
                 except (OSError, RuntimeError) as e:
                     raise _missing(name, root, f" and {url} could not be downloaded ({e})") from e
         found = find_source(images, root)
     if not found:
         raise _missing(name, root)
     form, paths = found
-    return {"source": form, **_READERS[images](root, form, paths, stack)}
+    return {"source": form, **READERS[images](root, form, paths, stack)}
 
 # %% ../nbs/02_banks.ipynb #bf581875
 def prepare_bank(

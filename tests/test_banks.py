@@ -22,6 +22,7 @@ import zipfile
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -405,14 +406,8 @@ def test_glyphs_are_found_by_name(tmp_path, monkeypatch):
 def test_missing_dataset_says_what_to_do(tmp_path):
     for name in ("omniglot", "cifar100", "cifar-fs", "mini-imagenet"):
         for call in (open_bank, check_bank):
-            refused(
-                tmp_path,
-                str(tmp_path),
-                "Looked for",
-                "-p dataset glyphs",
-                "AIM_DATA",
-                call=lambda: call(name, tmp_path),
-            )
+            words = (str(tmp_path), "Looked for", "-p dataset glyphs", "AIM_DATA")
+            refused(tmp_path, *words, call=partial(call, name, tmp_path))
     refused(tmp_path, "omniglot-py/images_{background,evaluation}[.zip]", "aim-nb data prepare omniglot")
     refused(
         tmp_path,
@@ -429,10 +424,10 @@ def test_failed_download_is_one_error(tmp_path, monkeypatch):
     def no_network(url, path, md5):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(banks, "_fetch", no_network)
+    monkeypatch.setattr(banks, "fetch", no_network)
     for name in ("omniglot", "cifar-fs"):
         refused(
-            tmp_path, "could not be downloaded", "-p dataset glyphs", "http", call=lambda: prepare_bank(name, tmp_path)
+            tmp_path, "could not be downloaded", "-p dataset glyphs", "http", call=partial(prepare_bank, name, tmp_path)
         )
 
 
@@ -445,7 +440,7 @@ def test_download_is_used(omniglot, monkeypatch, tmp_path_factory):
         shutil.copy(omniglot / "omniglot-py" / path.name, path)
         got.append(url)
 
-    monkeypatch.setattr(banks, "_fetch", fetch)
+    monkeypatch.setattr(banks, "fetch", fetch)
     assert prepare_bank("omniglot", new).sha == open_bank("omniglot", omniglot).sha and len(got) == 2
 
 
@@ -458,9 +453,9 @@ def test_fetch_keeps_nothing_of_a_wrong_file(tmp_path, monkeypatch):
     url = f"http://127.0.0.1:{server.server_port}/a.zip"
     try:
         with pytest.raises(RuntimeError):
-            sources._fetch(url, tmp_path / "x" / "b.zip", "0" * 32)
+            sources.fetch(url, tmp_path / "x" / "b.zip", "0" * 32)
         assert files(tmp_path) == ["a.zip", "x"]
-        sources._fetch(url, tmp_path / "x" / "b.zip", sources._md5(tmp_path / "a.zip"))
+        sources.fetch(url, tmp_path / "x" / "b.zip", sources._md5(tmp_path / "a.zip"))
         assert files(tmp_path) == ["a.zip", "x", "x/b.zip"]
     finally:
         server.shutdown()
@@ -782,12 +777,19 @@ def test_pickle_of_a_billion_elements_is_refused(cifar, file, wrap):
         assert "refused" in str(answer(lambda: prepare_bank("cifar100", cifar).sha))
 
 
+def test_an_empty_array_of_a_trillion_rows_is_refused(cifar):
+    hollow = {"fine_label_names": np.zeros((10**12, 0), np.uint8)}
+    for protocol in (2, 5):
+        (cifar / "cifar-100-python" / "meta").write_bytes(pickle.dumps(hollow, protocol))
+        assert "empty array" in str(answer(lambda: prepare_bank("cifar100", cifar).sha))
+
+
 def test_pickle_with_a_nested_key_is_refused():
     "Hashing this key would take 2**60 steps, and the deep one the whole C stack."
     wide = b"\x80\x02}" + b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"K\x01s."
     deep = b"\x80\x02}" + b")" + b"\x85" * 100_000 + b"K\x01s."
     for data in (wide, deep):
-        assert "refused" in str(answer(lambda: read_pickle(data, "x.pkl")))
+        assert "refused" in str(answer(partial(read_pickle, data, "x.pkl")))
 
 
 def test_pickle_of_many_instructions_is_refused(monkeypatch):
@@ -861,13 +863,7 @@ def test_full_disk_at_every_write(pictures, monkeypatch):
     before = files(pictures)
     for fail_at in range(4):
         for side, force in ((16, True), (20, False)):
-            calls = iter(range(100))
-
-            def fsync(fd):
-                if next(calls) == fail_at:
-                    raise OSError(errno.ENOSPC, "No space left on device")
-                return real(fd)
-
+            fsync = Mock(side_effect=[None] * fail_at + [OSError(errno.ENOSPC, "No space left on device")])
             monkeypatch.setattr(os, "fsync", fsync)
             with pytest.raises(AimError, match="disk is full"):
                 prepare_bank(f"folder:{pictures}/own@{side}", pictures, force=force)
@@ -1073,7 +1069,7 @@ def test_write_bank_refuses_what_does_not_fit(tmp_path):
         dict(splits=dict(train=[0], val=[0], test=[1])),
         dict(splits=dict(train=[0], val=[], test=[2])),
     ):
-        refused(tmp_path, call=lambda: write_bank(tmp_path / "x", "x", **{**parts, **change}))
+        refused(tmp_path, call=partial(write_bank, tmp_path / "x", "x", **{**parts, **change}))
     write_bank(tmp_path / "x", "x", **parts)
     assert len(files(tmp_path)) == 5
 
