@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from .aim import AIM, Identity, LinearTwin, linear_twin, unit, unit_grad
 from .backbones import make_backbone
 from .core import AimError, check_choice
-from .fastweights import FastAIM, FastLinear, split_parameters
+from .kernels.fastweights import FastAIM, FastLinear, split_parameters
 
 # %% auto #0
 __all__ = ['N_OUT', 'LAYERS', 'linear', 'Tail', 'FastTail', 'inner_steps', 'reduced', 'make_tail', 'OML', 'reset_rows',

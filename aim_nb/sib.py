@@ -9,7 +9,7 @@ import math
 import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
-from .fused import Mixed
+from .kernels.episodes import Mixed
 from .core import AimError, torch_rng
 
 # %% auto #0

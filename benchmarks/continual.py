@@ -11,8 +11,8 @@ from aim_nb.aim import AIM
 from aim_nb.anml import ANML, anml_loss
 from aim_nb.backbones import PRECISIONS, has_bf16
 from aim_nb.core import torch_rng
-from aim_nb.evaluate_continual import AdamTail
-from aim_nb.fastweights import FastAIM
+from aim_nb.engine.metatest import AdamTail
+from aim_nb.kernels.fastweights import FastAIM
 from aim_nb.oml import OML, FastTail, inner_steps, oml_loss
 from aim_nb.reference import (
     PlainAIM,

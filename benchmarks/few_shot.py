@@ -8,12 +8,12 @@ import torch.nn.functional as F
 
 from aim_nb.aim import AIM, Identity, linear_twin
 from aim_nb.core import threads, torch_rng
-from aim_nb.evaluate_fewshot import evaluate
-from aim_nb.fused import block_length, episodes
+from aim_nb.engine.evaluate import evaluate
+from aim_nb.kernels.episodes import block_length, episodes
 from aim_nb.reference import PlainAIM, PlainFewshot, PlainLinear, PlainSIB, copy_weights, plain_episode
 from aim_nb.sib import SIBHead, SIBParams
-from aim_nb.tasks import draw_episodes
-from aim_nb.train_fewshot import Episodic, FlatSGD, double_step, paper_rates
+from aim_nb.data.tasks import draw_episodes
+from aim_nb.engine.train_fewshot import Episodic, FlatSGD, double_step, paper_rates
 
 from .harness import CLOCK, case, compare, floors, median, own_process, seconds, steadily, value_row
 from .work import aim_episode, fewshot_step

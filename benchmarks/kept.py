@@ -10,9 +10,9 @@ import torch
 
 from aim_nb.backbones import ConvNet
 from aim_nb.core import keep_memory, torch_rng
-from aim_nb.evaluate_continual import Frozen, run_tails
+from aim_nb.engine.metatest import Frozen, run_tails
 from aim_nb.oml import OML
-from aim_nb.tasks import draw_trajectory
+from aim_nb.data.tasks import draw_trajectory
 
 from .continual import make_images, meta_batch, nets, own_step
 from .harness import CLOCK, CLOCKS, median, peak_gb, seconds

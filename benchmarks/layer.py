@@ -6,10 +6,10 @@ import torch
 
 from aim_nb.aim import AIM
 from aim_nb.core import torch_rng
-from aim_nb.evaluate_fewshot import evaluate
-from aim_nb.fused import episodes
+from aim_nb.engine.evaluate import evaluate
+from aim_nb.kernels.episodes import episodes
 from aim_nb.reference import PlainAIM, copy_weights
-from aim_nb.tasks import draw_episodes
+from aim_nb.data.tasks import draw_episodes
 
 from .few_shot import Stepper, aim_share, aim_work, draws, in_turn, make_features, model
 from .harness import calls_for, case, compare, exponent, floors, median, reached, seconds, steadily, value_row

@@ -7,10 +7,11 @@ import sys
 
 import numpy as np
 
-from aim_nb.core import budget, keep_memory, threads, torch_rng
-from aim_nb.pretrain import features_from_arrays
+from aim_nb.core import keep_memory, threads, torch_rng
+from aim_nb.config import budget
+from aim_nb.engine.pretrain import features_from_arrays
 from aim_nb.sib import SIBHead
-from aim_nb.train_fewshot import FewshotTrainee, fixed_episodes, make_layer
+from aim_nb.engine.train_fewshot import FewshotTrainee, fixed_episodes, make_layer
 
 from .few_shot import make_features
 from .harness import CLOCKS, median, peak_gb

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.profiler import ProfilerActivity, profile
 
 from aim_nb.reference import PlainFewshot
-from aim_nb.train_fewshot import paper_rates
+from aim_nb.engine.train_fewshot import paper_rates
 
 from .continual import metatest_pair, outer_pair
 from .few_shot import Stepper, draws, in_turn, model, sizes

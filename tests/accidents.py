@@ -7,10 +7,23 @@ import numpy as np
 import torch
 from tqdm import auto, std
 
-from aim_nb import bank_files, checkpoints, loop, pretrain, records, train_continual, train_fewshot
-from aim_nb.checkpoints import _raw as raw, load_tensors
-from aim_nb.evaluate_continual import MetaTest
-from aim_nb.core import AimError, Budget, numpy_rng, preset, progress
+from aim_nb.data import files as bank_files
+
+from aim_nb.engine import checkpoints
+
+from aim_nb.engine import loop
+
+from aim_nb.engine import pretrain
+
+from aim_nb.engine import records
+
+from aim_nb.engine import train_continual
+
+from aim_nb.engine import train_fewshot
+from aim_nb.engine.checkpoints import _raw as raw, load_tensors
+from aim_nb.engine.metatest import MetaTest
+from aim_nb.core import AimError, numpy_rng, progress
+from aim_nb.config import Budget, preset
 
 METHODS = ("sib+aim", "oml+aim", "anml+aim")
 FEWSHOT = Budget("tiny", "fewshot", steps=24, val_every=8, val_episodes=6, test_episodes=8, pretrain_epochs=3, views=2)

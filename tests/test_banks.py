@@ -28,13 +28,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aim_nb import bank_sources as sources, banks
-from aim_nb.bank_files import PARTS, load_bank, write_bank
-from aim_nb.bank_sources import find_source, read_pickle
-from aim_nb.banks import bank_dir, check_bank, list_banks, open_bank, prepare_bank
-from aim_nb.core import AimError, DATASETS, content_key, numpy_rng, worker_env
+from aim_nb.data import sources as sources
+
+from aim_nb.data import banks
+from aim_nb.data.files import PARTS, load_bank, write_bank
+from aim_nb.data.sources import find_source, read_pickle
+from aim_nb.data.banks import bank_dir, check_bank, list_banks, open_bank, prepare_bank
+from aim_nb.core import AimError, content_key, numpy_rng, worker_env
+from aim_nb.config import DATASETS
 from aim_nb.paper import class_split
-from aim_nb.tasks import policy
+from aim_nb.data.tasks import policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checksum of.*:UserWarning")
 
@@ -395,7 +398,9 @@ def test_glyphs_are_found_by_name(tmp_path, monkeypatch):
         splits=dict(train=[0], val=[1], test=[2]),
         source="toy",
     )
-    monkeypatch.setitem(sys.modules, "aim_nb.glyphs", type("glyphs", (), {"build_glyphs": staticmethod(lambda: toy)}))
+    monkeypatch.setitem(
+        sys.modules, "aim_nb.data.glyphs", type("glyphs", (), {"build_glyphs": staticmethod(lambda: toy)})
+    )
     assert list_banks(tmp_path)[DATASETS.index("glyphs")]["state"] == "can be made"
     assert (open_bank("glyphs", tmp_path).images == toy["images"]).all()
 
@@ -1081,7 +1086,8 @@ def test_import_torchvision_in_a_fresh_process():
     "Plain import first; the declarations only when it fails for that one reason."
     code = """
         import sys, importlib, torch
-        from aim_nb import bank_sources as sources, banks
+        from aim_nb.data import sources as sources
+        from aim_nb.data import banks
         assert "torchvision" not in sys.modules and not sources._DECLARED
         tv = sources.import_torchvision()
         import torchvision.datasets, torchvision.transforms.v2

@@ -4,10 +4,10 @@ import json, os, random, resource, signal, stat, struct, tempfile, time
 from pathlib import Path
 import pytest, torch
 from accidents import Child, counted, die, warm
-from aim_nb import checkpoints
-from aim_nb.checkpoints import Checkpoints, load_tensors, run_lock, save_tensors
+from aim_nb.engine import checkpoints
+from aim_nb.engine.checkpoints import Checkpoints, load_tensors, run_lock, save_tensors
 from aim_nb.core import AimError, torch_rng
-from aim_nb.loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop
+from aim_nb.engine.loop import load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop
 
 
 class Net:
@@ -389,7 +389,7 @@ def test_an_optimiser_is_put_back_where_its_parameters_are(kind, fused, where):
 
 
 def test_fresh_starts_over(tmp_path, monkeypatch):
-    from aim_nb import loop
+    from aim_nb.engine import loop
 
     monkeypatch.setenv("AIM_FRESH", "1")
     monkeypatch.setattr(loop, "_begun", set())

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
-from aim_nb import cli, core
+from aim_nb import cli, config, core
 from aim_nb.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,7 +244,7 @@ def test_a_switch_of_yes_or_no(monkeypatch):
 def test_zero_steps_are_the_budgets_own(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert call("run", "20_fewshot", "-p", "steps", 0, "--dry-run").exit_code == 0
-    assert core.budget("quick", steps=0) == core.budget("quick")
+    assert config.budget("quick", steps=0) == config.budget("quick")
 
 
 def test_a_notebook_that_only_has_the_name_of_an_experiment(toy):

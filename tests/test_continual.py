@@ -11,15 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accidents import left, run_child, tiny_bank, unlike
-from aim_nb import activation, backbones, evaluate_continual as ec, loop, train_continual as tc, train_fewshot
+from aim_nb import backbones
+from aim_nb.engine import activation
+from aim_nb.engine import metatest as ec
+from aim_nb.engine import loop
+from aim_nb.engine import train_continual as tc
+from aim_nb.engine import train_fewshot
 from aim_nb.aim import AIM
 from aim_nb.anml import ANML, anml_loss
-from aim_nb.bank_sources import find_source
-from aim_nb.banks import bank_dir, open_bank
-from aim_nb.checkpoints import shipped_record, tensors_sha
-from aim_nb.core import AimError, CONTINUAL_METHODS, PRESETS, Budget, Protocol, parse_switches, preset, torch_rng
+from aim_nb.data.sources import find_source
+from aim_nb.data.banks import bank_dir, open_bank
+from aim_nb.engine.checkpoints import shipped_record, tensors_sha
+from aim_nb.core import AimError, torch_rng
+from aim_nb.config import CONTINUAL_METHODS, PRESETS, Budget, Protocol, parse_switches, preset
 from aim_nb.oml import OML, Tail, oml_loss
-from aim_nb.records import essence, read_record
+from aim_nb.engine.records import essence, read_record
 
 AIM_SIZE = dict(M=6, K=2, l=1, d_h=5, d_k=4)
 
@@ -282,7 +288,7 @@ def test_held_out_trajectories_on_real_omniglot(omniglot, stream, n):
     trained = set(omniglot.classes("train").tolist())
     assert len(classes) == n and not classes & trained and classes <= set(omniglot.classes(stream).tolist())
     assert (many, few) == (15, 5) and len(learn) == 15 * n and len(ask) == 5 * n and not learn & ask
-    from aim_nb.train_continual import ContinualTrainee
+    from aim_nb.engine.train_continual import ContinualTrainee
 
     t = ContinualTrainee(omniglot, "oml", 0, Budget("smoke", "continual", 1, 0, width=4))
     assert not (learn | ask) & {int(r) for c in t.rows for r in c}, "an image of meta-training"
@@ -381,7 +387,7 @@ def test_the_runs_use_the_trajectories_of_the_search_for_rates(bank, monkeypatch
 
 def test_a_collapse_is_in_the_history(bank):
     "Killed runs are in `test_kills`; here: one fixed set of K mechanisms for every image is no attention any more."
-    from aim_nb.train_continual import ContinualTrainee
+    from aim_nb.engine.train_continual import ContinualTrainee
 
     t = ContinualTrainee(
         bank, "oml+aim", 0, Budget("smoke", "continual", 4, 0, width=4, classes=4), M=6, K=2, l=1, n_out=30
@@ -395,7 +401,7 @@ def test_a_collapse_is_in_the_history(bank):
 @pytest.mark.parametrize("order", ["first", "second"])
 @pytest.mark.parametrize("method", CONTINUAL_METHODS)
 def test_every_method_steps_in_either_order(bank, method, order):
-    from aim_nb.train_continual import ContinualTrainee
+    from aim_nb.engine.train_continual import ContinualTrainee
 
     b = Budget("smoke", "continual", 1, 0, width=4, classes=4)
     for how in ("same", "redrawn"):
@@ -420,7 +426,7 @@ def test_every_method_steps_in_either_order(bank, method, order):
 
 def test_the_baseline_learns(bank):
     "The paper's Baseline stands at chance; ours must not: after a little meta-training it keeps new classes apart."
-    from aim_nb.train_continual import ContinualTrainee
+    from aim_nb.engine.train_continual import ContinualTrainee
 
     b = Budget("smoke", "continual", 40, 0, width=8, classes=5)
     t = ContinualTrainee(bank, "oml+linear", 0, b, M=4, K=2, l=0, inner=5, random=16, n_out=30)

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from accidents import tiny_bank
-from aim_nb.bank_files import load_bank
-from aim_nb.checkpoints import Checkpoints
-from aim_nb.core import Budget, numpy_rng
-from aim_nb.loop import run_loop
-from aim_nb.train_continual import ContinualTrainee
-from aim_nb.train_fewshot import train_fewshot
+from aim_nb.data.files import load_bank
+from aim_nb.engine.checkpoints import Checkpoints
+from aim_nb.core import numpy_rng
+from aim_nb.config import Budget
+from aim_nb.engine.loop import run_loop
+from aim_nb.engine.train_continual import ContinualTrainee
+from aim_nb.engine.train_fewshot import train_fewshot
 
 
 def show(tally, what, history, folder):

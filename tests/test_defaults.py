@@ -4,15 +4,15 @@ import inspect, pathlib, re
 
 import pytest
 from aim_nb.aim import AIM
-from aim_nb.banks import open_bank
-from aim_nb.core import Protocol, budget, preset_size
-from aim_nb.evaluate_continual import AUTHORS_RATES, POINTS
+from aim_nb.data.banks import open_bank
+from aim_nb.config import Protocol, budget, preset_size
+from aim_nb.engine.metatest import AUTHORS_RATES, POINTS
 from aim_nb.oml import make_tail
 from aim_nb.paper import hyper
-from aim_nb.pretrain import PEAK
+from aim_nb.engine.pretrain import PEAK
 from aim_nb.sib import SIBHead
-from aim_nb.train_continual import ContinualTrainee, make_continual, run_continual
-from aim_nb.train_fewshot import paper_rates, run_fewshot, train_fewshot
+from aim_nb.engine.train_continual import ContinualTrainee, make_continual, run_continual
+from aim_nb.engine.train_fewshot import paper_rates, run_fewshot, train_fewshot
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -100,5 +100,5 @@ def test_no_table_figure_outside_the_paper_data():
 
     figures = {f"{row['accuracy']:.2f}" for row in paper_table("few-shot") if not row["literature"] and row["ci"]}
     figures = {f for f in figures if not f.endswith("0")}
-    for path in (ROOT / "aim_nb").glob("*.py"):
+    for path in (ROOT / "aim_nb").rglob("*.py"):
         assert not [f for f in figures if re.search(rf"(?<![\d.]){re.escape(f)}(?!\d)", path.read_text())], path.name

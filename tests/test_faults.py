@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from accidents import left, out_of_space, run_child
-from aim_nb import loop
-from aim_nb.bank_files import load_bank, write_bank
-from aim_nb.checkpoints import load_tensors
-from aim_nb.core import Protocol
+from aim_nb.engine import loop
+from aim_nb.data.files import load_bank, write_bank
+from aim_nb.engine.checkpoints import load_tensors
+from aim_nb.config import Protocol
 from test_kills import data, lost, whole
 
 pytestmark = pytest.mark.both

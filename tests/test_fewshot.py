@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from aim_nb.aim import AIM, Identity, aim_reference, linear_twin, random_masks
-from aim_nb.checkpoints import Checkpoints
-from aim_nb.core import AimError, Budget, FEWSHOT_METHODS, Protocol, SWITCHES, key_seed, numpy_rng, torch_rng
-from aim_nb.evaluate_fewshot import ProductTable, evaluate, evaluate_reference, find_pairs, weighted_sum
-from aim_nb.pretrain import features_from_arrays
+from aim_nb.engine.checkpoints import Checkpoints
+from aim_nb.core import AimError, key_seed, numpy_rng, torch_rng
+from aim_nb.config import Budget, FEWSHOT_METHODS, Protocol, SWITCHES
+from aim_nb.engine.evaluate import ProductTable, evaluate, evaluate_reference, find_pairs, weighted_sum
+from aim_nb.engine.pretrain import features_from_arrays
 from aim_nb.sib import SIBHead, plain_sib
-from aim_nb.tasks import draw_episodes
-from aim_nb.train_fewshot import FewshotTrainee, Rates, fewshot_identity, make_layer, train_fewshot
+from aim_nb.data.tasks import draw_episodes
+from aim_nb.engine.train_fewshot import FewshotTrainee, Rates, fewshot_identity, make_layer, train_fewshot
 
 SMALL = dict(M=6, K=2, l=2, d_out=12)
 MASKS = ("attended", "fixed", "random")
@@ -399,8 +400,9 @@ def test_clear_errors():
 
 def test_fresh_looks_at_the_mechanisms_again(tmp_path, monkeypatch):
     "Once for each record in a process, as the runs do."
-    from aim_nb import activation, loop
-    from aim_nb.records import new_record
+    from aim_nb.engine import activation
+    from aim_nb.engine import loop
+    from aim_nb.engine.records import new_record
 
     monkeypatch.setenv("AIM_RUNS", str(tmp_path))
     run = new_record(

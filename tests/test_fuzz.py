@@ -10,12 +10,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image
 
 from accidents import Child, tiny_bank, warm
-from aim_nb import records
+from aim_nb.engine import records
 from aim_nb.aim import AIM
-from aim_nb.bank_files import file_errors, load_bank
-from aim_nb.bank_sources import BIG, decode, open_files, read_pickle
-from aim_nb.checkpoints import Checkpoints, load_tensors, save_tensors
-from aim_nb.core import AimError, Budget, Protocol, numpy_rng, torch_rng
+from aim_nb.data.files import file_errors, load_bank
+from aim_nb.data.sources import BIG, decode, open_files, read_pickle
+from aim_nb.engine.checkpoints import Checkpoints, load_tensors, save_tensors
+from aim_nb.core import AimError, numpy_rng, torch_rng
+from aim_nb.config import Budget, Protocol
 from test_banks import png
 
 pytestmark = pytest.mark.both

@@ -3,7 +3,7 @@
 import hashlib, os, subprocess, sys
 import numpy as np
 import pytest
-from aim_nb import glyphs
+from aim_nb.data import glyphs
 from aim_nb.core import AimError, numpy_rng
 
 SIZES = {"train": 600, "val": 64, "test": 600}
@@ -59,7 +59,7 @@ def test_two_builds_are_bit_identical(data, classes):
 
 def test_another_process_draws_the_same_bits(classes):
     code = (
-        "import hashlib, numpy as np; from aim_nb.glyphs import Glyph, draw_class\n"
+        "import hashlib, numpy as np; from aim_nb.data.glyphs import Glyph, draw_class\n"
         "x = np.stack([draw_class(Glyph(c, 'LATIN', (0, 1, 2, 3, 4)), 3) for c in (97, 66, 120)])\n"
         "print(hashlib.sha256(x.tobytes()).hexdigest())"
     )
@@ -141,7 +141,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
 
 def test_without_matplotlib_building_says_so():
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(['matplotlib', 'matplotlib.ft2font']))\nfrom aim_nb import core, glyphs\n"
+        "import sys; sys.modules.update(dict.fromkeys(['matplotlib', 'matplotlib.ft2font']))\nfrom aim_nb import core\nfrom aim_nb.data import glyphs\n"
         "try: glyphs.build_glyphs(bar=False)\nexcept core.AimError as e: print(e)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

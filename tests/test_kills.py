@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from accidents import METHODS, draws, left, note_states, run_child, strange, tiny_bank, unlike
-from aim_nb import train_continual, train_fewshot
+from aim_nb.engine import train_continual
+from aim_nb.engine import train_fewshot
 
 WHAT = {
     "sib+aim": "few-shot with SIB+AIM: pretraining, features, meta-training, test",

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from aim_nb import evaluate_continual as ec
+from aim_nb.engine import metatest as ec
 from aim_nb.anml import ANML, anml_loss
 from aim_nb.oml import OML, oml_loss
-from aim_nb.tasks import Trajectory
+from aim_nb.data.tasks import Trajectory
 
 DATA = Path(__file__).resolve().parent / "data"
 KINDS = ("oml", "anml")

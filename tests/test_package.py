@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = sorted(p for p in (ROOT / "aim_nb").glob("*.py") if p.name != "_modidx.py")
+MODULES = sorted(p for p in (ROOT / "aim_nb").rglob("*.py") if p.name != "_modidx.py")
 PROGRAMS = [*MODULES, *sorted(p for d in ("tools", "benchmarks") for p in (ROOT / d).glob("*.py"))]
-each_module = pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT).with_suffix("")))
 
 
 def settings():
@@ -110,6 +110,69 @@ def test_no_module_imports_what_only_development_needs(path):
         for a in n.names
     }
     assert not names & {"nbdev", "fastcore", "execnb", "pytest", "hypothesis", "playwright"}
+
+
+# which module may know which: a room imports from its own and from those before it
+
+ROOMS = [
+    {"core"},
+    {"config"},
+    {"paper"},
+    {"data"},
+    {"aim", "backbones", "sib", "oml", "anml"},
+    {"kernels"},
+    {"engine"},
+    {"report", "classifiers"},
+    {"cli"},
+]
+
+
+def rank(module):
+    "The place of a module's room, by its name below `aim_nb`."
+    return next(i for i, names in enumerate(ROOMS) if module.partition(".")[0] in names)
+
+
+def module_name(path):
+    return ".".join(path.relative_to(ROOT / "aim_nb").with_suffix("").parts)
+
+
+def imports(path, known):
+    "The package's own modules that a module imports, at its top or inside a function."
+    package = ["aim_nb", *path.relative_to(ROOT / "aim_nb").parent.parts]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {base, *(f"{base}.{a.name}" for a in node.names)}
+    return {f.removeprefix("aim_nb.") for f in found} & known
+
+
+def import_graph():
+    paths = {module_name(p): p for p in MODULES if p.name != "__init__.py"}
+    return {name: imports(path, set(paths)) - {name} for name, path in paths.items()}
+
+
+def test_the_import_graph_sees_lazy_imports():
+    graph = import_graph()
+    assert "core" in graph["aim"] and "data.files" in graph["data.banks"] and len(graph) == len(MODULES) - 5
+
+
+def test_imports_go_one_way():
+    assert not [f"{a} -> {b}" for a, used in import_graph().items() for b in used if rank(b) > rank(a)]
+
+
+def test_imports_have_no_cycle():
+    from graphlib import TopologicalSorter
+
+    assert len([*TopologicalSorter(import_graph()).static_order()]) == len(import_graph())
+
+
+def test_aim_is_at_the_top_and_only_loaded_when_asked_for():
+    assert "torch" not in loaded_by("import aim_nb")
+    assert "aim_nb.aim" in loaded_by("from aim_nb import AIM")
 
 
 # what no module may do

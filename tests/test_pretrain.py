@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from accidents import Child, die, warm
-from aim_nb import pretrain
-from aim_nb.bank_files import Bank
-from aim_nb.checkpoints import load_tensors
-from aim_nb.core import AimError, Budget, numpy_rng
-from aim_nb.pretrain import feature_bank, features_from_arrays, fill_array, pretrained_backbone
-from aim_nb.tasks import draw_episodes
+from aim_nb.engine import pretrain
+from aim_nb.data.files import Bank
+from aim_nb.engine.checkpoints import load_tensors
+from aim_nb.core import AimError, numpy_rng
+from aim_nb.config import Budget
+from aim_nb.engine.pretrain import feature_bank, features_from_arrays, fill_array, pretrained_backbone
+from aim_nb.data.tasks import draw_episodes
 
 BUDGET = Budget("smoke", "fewshot", 0, 0, val_episodes=20, pretrain_epochs=8)
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from aim_nb import records
-from aim_nb.core import AimError, Protocol, budget
+from aim_nb.engine import records
+from aim_nb.core import AimError
+from aim_nb.config import Protocol, budget
 
 
 def made(accuracy):

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 
-from aim_nb import activation, findings
-from aim_nb.core import Protocol, budget, preset
+from aim_nb.engine import activation
+
+from aim_nb.report import findings
+from aim_nb.config import Protocol, budget, preset
 from aim_nb.paper import bands, claims, errata, paper_cells, paper_labels, paper_table, paper_value
-from aim_nb.records import new_record, save_record
-from aim_nb.tables import trajectory_markdown, variant
-from aim_nb.train_continual import nearest_preset, relevant
+from aim_nb.engine.records import new_record, save_record
+from aim_nb.report.tables import trajectory_markdown, variant
+from aim_nb.engine.train_continual import nearest_preset, relevant
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -491,7 +493,7 @@ def test_activation_records_are_small_and_whole(tmp_path):
 
 
 def test_errata_name_real_switches():
-    from aim_nb.core import SWITCHES
+    from aim_nb.config import SWITCHES
 
     assert {e["switch"] for e in errata()} - {""} <= {*SWITCHES, "seeds"}
 
@@ -507,6 +509,6 @@ def test_report_notebooks_run(stem, tmp_path):
 
 
 def test_report_imports_without_a_display():
-    code = "import aim_nb.findings as r; print(len(r.report_text([]).splitlines()))"
+    code = "import aim_nb.report.findings as r; print(len(r.report_text([]).splitlines()))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.returncode == 0 and int(out.stdout) > 45, out.stderr

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aim_nb.records import essence, read_record
+from aim_nb.engine.records import essence, read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 FEW = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from aim_nb import train_continual
-from aim_nb.checkpoints import load_tensors, read_saved
-from aim_nb.core import Budget, preset
-from aim_nb.records import read_record, record_name, records_dir, save_record, sealed
-from aim_nb.train_fewshot import run_fewshot, training_checkpoints
+from aim_nb.engine import train_continual
+from aim_nb.engine.checkpoints import load_tensors, read_saved
+from aim_nb.config import Budget, preset
+from aim_nb.engine.records import read_record, record_name, records_dir, save_record, sealed
+from aim_nb.engine.train_fewshot import run_fewshot, training_checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -19,10 +19,18 @@ import pytest
 from PIL import Image
 from test_cli import call, files, one_line
 
-from aim_nb import activation, backbones, core, paper, sweep, train_continual, train_fewshot
-from aim_nb.evaluate_continual import Outcome, Store, store_path
-from aim_nb.records import read_records, record_key
-from aim_nb.train_fewshot import run_fewshot
+from aim_nb import backbones, config, core, paper
+
+from aim_nb.engine import activation
+
+from aim_nb.engine import sweep
+
+from aim_nb.engine import train_continual
+
+from aim_nb.engine import train_fewshot
+from aim_nb.engine.metatest import Outcome, Store, store_path
+from aim_nb.engine.records import read_records, record_key
+from aim_nb.engine.train_fewshot import run_fewshot
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = sorted((ROOT / "plans").glob("*.toml"))
@@ -126,17 +134,17 @@ def identity_of(run, monkeypatch):
 
 
 @pytest.mark.parametrize("dataset", ["omniglot", "cifar100", "mini-imagenet", "folder:own"])
-@pytest.mark.parametrize("name", core.PRESETS)
+@pytest.mark.parametrize("name", config.PRESETS)
 def test_a_sweep_foretells_the_record_of_run_continual(dataset, name, monkeypatch):
     "For every method and meta-test, with switches, with M left to the preset and given."
     common = dict(
-        dataset=dataset, seeds="3", methods=",".join(core.CONTINUAL_METHODS), preset=name, budget="quick", K=4, l=1
+        dataset=dataset, seeds="3", methods=",".join(config.CONTINUAL_METHODS), preset=name, budget="quick", K=4, l=1
     )
     runs = []
     for switches in ("", "gate=sigmoid,norm=affine", "mask=fixed,row_reset=matched,reduce=False", "weights=best"):
         for more in (dict(M=0), dict(M=16, stop_if_dead=True)):
             runs += sweep.continual_runs(common | more | dict(switches=switches, metatest_update="head,fast,means"))
-    assert len(runs) == 4 * 2 * 3 * len(core.CONTINUAL_METHODS)
+    assert len(runs) == 4 * 2 * 3 * len(config.CONTINUAL_METHODS)
     for run in runs:
         run = sweep.Run(**json.loads(json.dumps(sweep.check_run(run)._asdict())))  # as a worker gets it
         assert sweep.question(run, "of-the-images") == identity_of(run, monkeypatch), sweep.name(run)

@@ -7,7 +7,7 @@ import torch
 from conftest import TALLY
 from hypothesis import given, strategies as st
 from aim_nb.core import AimError, torch_rng
-from aim_nb.tasks import (
+from aim_nb.data.tasks import (
     Policy,
     augment,
     check_rows,

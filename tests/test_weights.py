@@ -4,7 +4,7 @@ import hashlib, pathlib, re
 
 import pytest
 import torch
-from aim_nb.checkpoints import load_tensors
+from aim_nb.engine.checkpoints import load_tensors
 from aim_nb.core import AimError
 
 WEIGHTS = pathlib.Path(__file__).parent.parent / "aim_nb" / "weights"
@@ -29,8 +29,8 @@ def test_accuracies_on_the_card_are_those_in_the_files():
 
 
 def test_glyphs_backbone_is_the_one_that_the_demo_asks_for():
-    from aim_nb.banks import open_bank
-    from aim_nb.pretrain import pretrained_backbone
+    from aim_nb.data.banks import open_bank
+    from aim_nb.engine.pretrain import pretrained_backbone
 
     bank, (_, meta) = open_bank("glyphs"), load_tensors(next(WEIGHTS.glob("glyphs-conv4-*")))
     if meta["identity"]["images"]["data"] != bank.sha:
@@ -41,8 +41,9 @@ def test_glyphs_backbone_is_the_one_that_the_demo_asks_for():
 
 def test_shipped_models_load_and_stand_as_their_record_says(tmp_path, monkeypatch):
     "Without a run of its own, a reader gets the model from the package."
-    from aim_nb import train_continual, train_fewshot
-    from aim_nb.banks import open_bank
+    from aim_nb.engine import train_continual
+    from aim_nb.engine import train_fewshot
+    from aim_nb.data.banks import open_bank
 
     monkeypatch.setenv("AIM_RUNS", str(tmp_path))
     models = [meta["record"] for f in FILES for meta in [load_tensors(f)[1]] if "record" in meta]

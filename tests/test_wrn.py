@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aim_nb.banks import bank_dir, open_bank
-from aim_nb.core import Budget
-from aim_nb.train_fewshot import load_fewshot, run_fewshot
+from aim_nb.data.banks import bank_dir, open_bank
+from aim_nb.config import Budget
+from aim_nb.engine.train_fewshot import load_fewshot, run_fewshot
 
 PER_CLASS = dict(train=4, val=16, test=3)  # validation episodes of pretraining ask for fifteen images a class
 

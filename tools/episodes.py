@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from aim_nb.core import AimError
-from aim_nb.evaluate_fewshot import pack_hits
-from aim_nb.records import read_record, save_record, sealed
+from aim_nb.engine.evaluate import pack_hits
+from aim_nb.engine.records import read_record, save_record, sealed
 from ship import fewshot_again
 
 

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 import matplotlib.pyplot as plt
-from aim_nb.drawings import draw_aim, draw_applying_aims
-from aim_nb.records import read_records
-from aim_nb.findings import all_figures
-from aim_nb.viz import save_fig
+from aim_nb.report.drawings import draw_aim, draw_applying_aims
+from aim_nb.engine.records import read_records
+from aim_nb.report.findings import all_figures
+from aim_nb.report.figures import save_fig
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 

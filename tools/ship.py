@@ -4,14 +4,17 @@ import argparse, hashlib, sys
 from pathlib import Path
 
 import torch
-from aim_nb import activation, train_continual, train_fewshot
-from aim_nb.checkpoints import save_tensors
-from aim_nb.core import AimError, Budget, Protocol
-from aim_nb.evaluate_continual import metatest
-from aim_nb.evaluate_fewshot import evaluate
-from aim_nb.loop import load_module
-from aim_nb.pretrain import feature_bank, pretrained_backbone
-from aim_nb.records import read_record
+from aim_nb.engine import activation
+from aim_nb.engine import train_continual
+from aim_nb.engine import train_fewshot
+from aim_nb.engine.checkpoints import save_tensors
+from aim_nb.core import AimError
+from aim_nb.config import Budget, Protocol
+from aim_nb.engine.metatest import metatest
+from aim_nb.engine.evaluate import evaluate
+from aim_nb.engine.loop import load_module
+from aim_nb.engine.pretrain import feature_bank, pretrained_backbone
+from aim_nb.engine.records import read_record
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "aim_nb" / "weights"
 SAME = 0.05  # points of accuracy: what a table with one decimal does not show
@@ -121,7 +124,7 @@ def main():
         record = read_record(args.record)
         if not record["method"].endswith("+aim"):
             raise AimError(
-                f"{record['method']} has no AIM; models with AIM are shipped, backbones come from 16_pretrain."
+                f"{record['method']} has no AIM; models with AIM are shipped, backbones come from 63_pretrain."
             )
         path, line = ship(record, args.into)
     except AimError as e:
