@@ -278,12 +278,12 @@ def make_backbone(
     check_choice("norm", norm, tuple(NORMS))
     if len(shape) != 3:
         raise AimError(f"shape should be (channels, height, width), not {tuple(shape)}.")
-    check_precision(precision, "cuda" if torch.cuda.is_available() else "cpu")
     if callable(name):  # a module, too
-        if precision != "float32":
+        if check_choice("precision", precision, PRECISIONS) != "float32":
             raise AimError("A network of your own decides its precision itself; leave precision='float32' here.")
         module = name if isinstance(name, nn.Module) else name(tuple(shape), norm, generator, width)
         return as_backbone(module, shape)
+    check_precision(precision, "cuda" if torch.cuda.is_available() else "cpu")
     make = BACKBONES[check_choice("backbone", name, tuple(BACKBONES))]
     return make(tuple(shape), norm, generator, width, precision)
 

@@ -206,6 +206,7 @@ def threads(n):
 @functools.cache
 def _crew(n, process):
     import torch
+
     return ThreadPoolExecutor(
         n, initializer=torch.set_num_threads, initargs=(1,)
     )  # a forked process has none of its parent's threads

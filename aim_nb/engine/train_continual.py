@@ -29,7 +29,15 @@ from aim_nb.engine.metatest import (
     store_path,
     validate_continual,
 )
-from .loop import load_best, load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop, wants_fresh
+from aim_nb.engine.loop import (
+    load_best,
+    load_module,
+    load_optimizer,
+    module_tensors,
+    optimizer_tensors,
+    run_loop,
+    wants_fresh,
+)
 from ..oml import N_OUT, OML, oml_loss, reset_rows
 from ..paper import comparability
 from .records import find_record, new_record, save_record
