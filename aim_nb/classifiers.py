@@ -4,233 +4,47 @@
 
 # %% ../nbs/42_classifiers.ipynb #4c9d87fa
 from __future__ import annotations
-import copy
-from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import nn
-from .aim import AIM, LinearTwin, check_sizes
-from .backbones import make_backbone
+from .aim import check_sizes
 from .config import Protocol
 from .config import preset as named_preset
-from .core import AimError, check_choice, content_key, numpy_rng, pick_device, threads, torch_rng
-from .data.tasks import draw_episodes, draw_meta_batch, draw_trajectory, image_stats, normalise, to_float
-from .engine.checkpoints import Checkpoints, load_tensors, save_tensors, tensors_sha
-from .engine.evaluate import evaluate
-from .engine.loop import load_best, load_module, load_optimizer, module_tensors, optimizer_tensors, run_loop
-from .engine.metatest import AdamAIM, AdamTail, evaluating, fresh_head, next_rate, pick_rates
-from .engine.pretrain import features_from_arrays, prototype_accuracy
+from .core import AimError, check_choice, pick_device
+from .engine.checkpoints import load_tensors, save_tensors
+from .engine.metatest import evaluating
+from aim_nb.engine.models import (
+    ContinualModel,
+    FewShotModel,
+    Stream,
+    adapted_layer,
+    check_classes,
+    compare_fewshot,
+    find_scale,
+    hold_out,
+    load_shipped_fewshot,
+    network_input,
+    on_device,
+    read_features,
+    read_labels,
+    read_split,
+    shipped_fewshot,
+    train_continual_model,
+    train_fewshot_model,
+)
 from .engine.train_continual import relevant
-from .engine.train_fewshot import FewshotTrainee, make_layer, paper_rates
-from .kernels.fastweights import FastAIM, FastLinear
-from .oml import Tail, linear, make_tail, oml_loss, reset_rows
-from .sib import SIBHead, class_average, plain_sib
+from .engine.train_fewshot import paper_rates
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin
-    from sklearn.linear_model import LogisticRegression
     from sklearn.utils.validation import check_is_fitted
 except ImportError:
     raise ImportError("The classifiers need scikit-learn: pip install 'aim_nb[sklearn]'.") from None
 
 # %% auto #0
-__all__ = ['FewShotModel', 'FewShotClassifier', 'ContinualModel', 'ContinualClassifier']
+__all__ = ['FewShotClassifier', 'ContinualClassifier']
 
 # %% ../nbs/42_classifiers.ipynb #11a1df20
-def _read_features(X, name="X", ndims=(2,)) -> np.ndarray:
-    "`X` as float32 (bytes stay bytes: they are images), refused unless it is finite and has one of `ndims` dimensions."
-    if torch.is_tensor(X):
-        X = X.detach().cpu()
-        X = (X.float() if X.is_floating_point() else X).numpy()
-    X = np.asarray(X)
-    is_image = X.dtype == np.uint8 and X.ndim == 4
-    if X.dtype.kind not in "fiub":
-        raise AimError(f"{name} should hold numbers, not {X.dtype}.")
-    if X.ndim not in ndims or 0 in X.shape:
-        shapes = {2: "(items, features)", 3: "(items, views, features)", 4: "(items, height, width, channels) in bytes"}
-        raise AimError(f"{name} has shape {X.shape}; give {' or '.join(shapes[n] for n in ndims)}.")
-    if X.ndim == 4 and not is_image:
-        raise AimError(f"{name} holds images of {X.dtype}; give bytes (uint8), 0 to 255.")
-    if is_image:
-        return X
-    X = X.astype(np.float32, copy=False)
-    for start in range(0, len(X), 4096):  # part by part: a memory map may be larger than the memory
-        if not np.isfinite(X[start : start + 4096]).all():
-            raise AimError(f"{name} holds values that are not finite (NaN, infinite, or beyond float32).")
-    return X
-
-
-def _read_labels(y, n, name="y") -> np.ndarray:
-    "`y` as an array of `n` names or whole numbers."
-    y = np.asarray(y.detach().cpu() if torch.is_tensor(y) else y)
-    if y.ndim != 1 or len(y) != n:
-        raise AimError(f"{name} has shape {y.shape}, but there are {n} rows of features; give one label for each row.")
-    if y.dtype.kind == "O" and all(isinstance(label, str) for label in y):
-        y = y.astype(str)
-    if y.dtype.kind == "f" and (y == np.floor(y)).all():
-        y = y.astype(np.int64)
-    if y.dtype.kind not in "iubU":
-        raise AimError(f"{name} should hold class names or whole numbers, all of one kind.")
-    return y
-
-
-def _read_split(X, y, name, ndims) -> tuple:
-    "Features and labels of a split, checked; both names are for messages."
-    if X is None or y is None:
-        raise AimError(f"X{name} and y{name} belong together; give both or none.")
-    X = _read_features(X, f"X{name}", ndims)
-    return X, _read_labels(y, len(X), f"y{name}")
-
-
-def _hold_out(X, y, seed, least=1) -> tuple:
-    "A fifth of the classes (at least `least`), drawn by seed, apart from the others: ((X, y), (X_val, y_val))."
-    classes = np.unique(y)
-    n = max(least, round(len(classes) / 5))
-    if len(classes) < n + least:
-        raise AimError(
-            f"y has {len(classes)} classes, but at least {2 * least} are needed: {least} to train on and {least} held out for validation."
-        )
-    held = np.isin(y, numpy_rng(seed, "held-out classes").permutation(classes)[:n])
-    return (X[~held], y[~held]), (X[held], y[held])
-
-
-def _check_classes(y, n_classes, n_items, name="y"):
-    "Refuse labels of too few classes, or of a class with too few items."
-    classes, counts = np.unique(y, return_counts=True)
-    if len(classes) < n_classes:
-        raise AimError(f"{name} has {len(classes)} classes, but {n_classes} are needed.")
-    if counts.min() < n_items:
-        name = classes[counts.argmin()]
-        count = int(counts.min())
-        raise AimError(f"Class {name} has {count} item{'s' * (count != 1)}, but {n_items} are needed; leave it out.")
-
-# %% ../nbs/42_classifiers.ipynb #cc3d316c
-_USUAL_RMS = 0.5  # of the features of the paper's backbones
-
-
-def _find_scale(scale, X) -> float:
-    "The factor for features X (N, ..., D): what was asked for, or the power of two that brings them nearest to the usual length."
-    if scale != "auto":
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < np.inf:
-            raise AimError(f"scale={scale!r} should be 'auto' or a positive number.")
-        return float(scale)
-    parts = [np.square(X[i : i + 4096], dtype=np.float64).sum() for i in range(0, len(X), 4096)]
-    rms = float(np.sqrt(sum(parts) / X.size))
-    if not rms:
-        raise AimError("All features are zero; there is nothing to learn from.")
-    return float(2.0 ** np.round(np.log2(_USUAL_RMS / rms)))
-
-# %% ../nbs/42_classifiers.ipynb #429207df
-@dataclass(frozen=True, eq=False)
-class FewShotModel:
-    "A meta-trained layer and SIB head; `FewShotClassifier` learns classes with it."
-
-    layer: nn.Module
-    head: SIBHead
-    info: dict  # method, n_way, n_shot, n_query, scale, ..., and the history of the training
-    backbone: nn.Module = None  # images -> features, where one is attached
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def __repr__(self):
-        return f"FewShotModel({self.info['method']}, {self.layer.d_in} features, {self.head.n_way} classes)"
-
-    def tensors(self) -> dict:
-        "All weights by name."
-        backbone = {} if self.backbone is None else module_tensors(self.backbone, "backbone.")
-        return module_tensors(self.layer, "layer.") | module_tensors(self.head, "head.") | backbone
-
-    @classmethod
-    def from_tensors(cls, tensors, info):
-        "The model with these weights."
-        sizes = {k: info[k] for k in ("d_out", "M", "K", "l")}
-        protocol = Protocol(**info["protocol"])
-        layer = make_layer(info["method"], info["d_in"], protocol=protocol, **sizes)
-        head = SIBHead(layer.d_out, info["n_way"], protocol.sib_steps)
-        load_module(layer, tensors, "layer.")
-        load_module(head, tensors, "head.")
-        backbone = None
-        if images := info.get("images"):
-            backbone = make_backbone(images["backbone"], images["shape"])
-            load_module(backbone, tensors, "backbone.")
-            backbone.eval().requires_grad_(False)
-        return cls(layer.eval().requires_grad_(False), head.requires_grad_(False), info, backbone)
-
-    def features(self, X) -> torch.Tensor:
-        "Features (N, D) of checked input: images go through the backbone, features are scaled."
-        if X.ndim == 4:
-            images = self.info["images"]
-            norm = [torch.tensor(v) for v in images["norm"]]
-            parts = [normalise(to_float(X[i : i + 32]), norm) for i in range(0, len(X), 32)]
-            with torch.inference_mode():
-                X = torch.cat([self.backbone(part) for part in parts]).numpy()
-        return torch.from_numpy(np.ascontiguousarray(X, np.float32)) * self.info["scale"]
-
-# %% ../nbs/42_classifiers.ipynb #5abf077d
-def _train_fewshot(train, val, info, folder, device) -> FewShotModel:
-    "Meta-train on the arrays `train` = (X, y), choose the best step on `val`."
-    i = info
-    if i["scale"] != 1:
-        train, val = ((X * np.float32(i["scale"]), y) for X, y in (train, val))
-    bank = features_from_arrays(train=train, val=val)
-    checkpoints = None
-    if folder is not None:
-        identity = dict(kind="FewShotClassifier", features=bank.sha, **i)
-        identity.pop("steps")  # a longer training goes on from a shorter one
-        checkpoints = Checkpoints(Path(folder) / f"fewshot-{content_key(identity)}", identity)
-
-    sizes = {k: i[k] for k in ("d_out", "M", "K", "l")}
-    layer = make_layer(i["method"], i["d_in"], protocol=Protocol(), seed=i["seed"], **sizes)
-    head = SIBHead(layer.d_out, i["n_way"], Protocol().sib_steps, generator=torch_rng(i["seed"], "head"))
-    trainee = FewshotTrainee(
-        layer,
-        head,
-        bank,
-        i["n_shot"],
-        i["seed"],
-        n_query=i["n_query"],
-        val_episodes=i["val_episodes"],
-        device=device,
-        keep_best=checkpoints is None,
-    )
-    with threads(1):
-        history = run_loop(trainee, i["steps"], i["val_every"], checkpoints, desc=f"meta-train {i['method']}")
-    if checkpoints:
-        load_best(trainee, history, checkpoints)
-    else:
-        trainee.load_weights(trainee.best[1])
-    weights = {k: v.cpu() for k, v in trainee.weights().items() if not k.startswith("log.")}
-    return FewShotModel.from_tensors(weights, i | dict(history=history.rows()))
-
-# %% ../nbs/42_classifiers.ipynb #65f774cc
-def _on(module, device):
-    "The module on this device: itself on the CPU, elsewhere a copy, so that the model stays where it is."
-    return module if torch.device(device).type == "cpu" else copy.deepcopy(module).to(device)
-
-
-def _adapted(layer, head, support, labels, A, steps, lr):
-    "The layer after one SGD step (rate `lr`; 0: none) on the loss of the support set, as a function of features."
-    if isinstance(layer, AIM):
-        fast = FastAIM(layer, lr)
-    elif isinstance(layer, LinearTwin):
-        fast = FastLinear(layer.W.t(), None, lr)
-    else:
-        return layer
-    with torch.no_grad():
-        out = fast(support)
-    if lr:
-        out.requires_grad_()
-        with torch.enable_grad():
-            loss = F.cross_entropy(plain_sib(head.params(), A, out, out, steps, head.eps), labels)
-            (gradient,) = torch.autograd.grad(loss, out)
-        fast.step(gradient)
-    return fast
-
-# %% ../nbs/42_classifiers.ipynb #21536ce0
 def _save_classifier(clf, path, state, fitted) -> Path:
     "Write model, parameters and what was learnt: `state` are tensors, `fitted` is JSON (None: not fitted)."
     model = clf._check_model()
@@ -248,86 +62,7 @@ def _load_classifier(cls, make_model, path, device) -> tuple:
     clf = cls(make_model(tensors, meta["info"]), device=device, **meta["parameters"])
     return clf, state, meta["fitted"]
 
-
-def _shipped_fewshot(path) -> FewShotModel:
-    "A few-shot model of the package, its backbone attached."
-    tensors, meta = load_tensors(path)
-    record = meta["record"]
-    asked = record["parameters"]
-    key = record["metrics"]["backbone"]["key"]
-    (backbone_path,) = path.parent.glob(f"*-{key}.safetensors")
-    backbone, pretraining = load_tensors(backbone_path)
-    images = pretraining["identity"]["images"]
-    info = dict(
-        {k: asked.get(k, 0) for k in ("n_way", "n_shot", "n_query", "d_out", "M", "K", "l")},
-        method=record["method"],
-        d_in=record["metrics"]["d_in"],
-        scale=1.0,
-        protocol=record["protocol"],
-        images=dict(backbone=asked["backbone"], shape=images["shape"], norm=images["norm"]),
-        record=record["key"],
-    )
-    return FewShotModel.from_tensors(tensors | {f"backbone.{k}": v for k, v in backbone.items()}, info)
-
-# %% ../nbs/42_classifiers.ipynb #04366a24
-def _mean_and_interval(values) -> tuple:
-    "Mean, and half the width of its 95 % interval."
-    return float(values.mean()), float(1.96 * values.std(ddof=1) / np.sqrt(len(values)))
-
-
-def _draw(y, n, seed, stream, **sizes):
-    "`n` episodes from rows with these labels."
-    return draw_episodes([np.flatnonzero(y == c) for c in np.unique(y)], seed, range(n), stream=stream, **sizes)
-
-
-def _logistic_accuracy(features, episodes, C) -> np.ndarray:
-    "The accuracy in % of logistic regression on features of unit length, one an episode."
-    unit = F.normalize(features, dim=-1).cpu().numpy()
-    n_way, n_query = episodes.query.shape[1:]
-    accuracy = []
-    for support, query in zip(episodes.support, episodes.query):
-        logistic = LogisticRegression(C=C, max_iter=1000)
-        logistic.fit(unit[support.ravel()], np.arange(n_way).repeat(support.shape[1]))
-        hits = logistic.predict(unit[query.ravel()]) == np.arange(n_way).repeat(n_query)
-        accuracy.append(100 * hits.mean())
-    return np.array(accuracy)
-
-
-def _compare(clf, X, y, X_val, y_val, n_episodes, n_shot, seed):
-    "See `FewShotClassifier.compare`."
-    import pandas as pd
-
-    model = clf._check_model()
-    sizes = {k: model.info[k] for k in ("n_way", "n_shot", "n_query")} | ({} if n_shot is None else dict(n_shot=n_shot))
-    check_sizes(n_episodes=n_episodes, **sizes)
-    dims = (2,) if model.backbone is None else (2, 4)
-    test = _read_split(X, y, "", dims)
-    if X_val is None and y_val is None:
-        test, val = _hold_out(*test, seed, sizes["n_way"])
-    else:
-        val = _read_split(X_val, y_val, "_val", dims)
-    for name, (_, labels) in (("y", test), ("y_val", val)):
-        _check_classes(labels, sizes["n_way"], sizes["n_shot"] + sizes["n_query"], name)
-
-    features = clf._read(test[0])
-    episodes = _draw(test[1], n_episodes, seed, "test", **sizes)
-    val_features = clf._read(val[0])
-    val_episodes = _draw(val[1], min(100, n_episodes), seed, "val", **sizes)
-    best_C = max((0.1, 1.0, 10.0, 100.0), key=lambda C: _logistic_accuracy(val_features, val_episodes, C).mean())
-
-    head = copy.copy(_on(model.head, features.device))
-    head.steps = head.steps if clf.transductive else 0
-    layer = _on(model.layer, features.device)
-    own = evaluate(layer, head, features, episodes, adapt=clf.adapt, lr=paper_rates().nu_in).accuracy
-    others = {
-        "nearest class mean": prototype_accuracy(features.cpu(), episodes).double().numpy(),
-        f"logistic regression, C={best_C:g}": _logistic_accuracy(features, episodes, best_C),
-    }
-    rows = [(model.info["method"], *_mean_and_interval(own), None, None)]
-    rows += [(name, *_mean_and_interval(a), *_mean_and_interval(own - a)) for name, a in others.items()]
-    return pd.DataFrame(rows, columns=["method", "accuracy", "ci95", "gain", "gain_ci95"]).set_index("method")
-
-# %% ../nbs/42_classifiers.ipynb #311af113
+# %% ../nbs/42_classifiers.ipynb #41a895db
 class FewShotClassifier(ClassifierMixin, BaseEstimator):
     """Learns new classes from a few examples each, with a meta-trained SIB, SIB+Linear or SIB+AIM.
 
@@ -381,16 +116,16 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
         "A classifier that has learnt, on many classes, to learn from `n_shot` examples."
         check_choice("method", method, ("sib", "sib+linear", "sib+aim"))
         check_sizes(n_way=n_way, n_shot=n_shot, n_query=n_query, steps=steps, val_episodes=val_episodes)
-        train = _read_split(X, y, "", (2, 3))
+        train = read_split(X, y, "", (2, 3))
         if X_val is None and y_val is None:
-            train, val = _hold_out(*train, seed, n_way)
+            train, val = hold_out(*train, seed, n_way)
         else:
-            val = _read_split(X_val, y_val, "_val", (2, 3))
+            val = read_split(X_val, y_val, "_val", (2, 3))
         val = val[0][:, 0] if val[0].ndim == 3 else val[0], val[1]  # the first view
         if val[0].shape[-1] != train[0].shape[-1]:
             raise AimError(f"X has {train[0].shape[-1]} features and X_val {val[0].shape[-1]}; give as many.")
-        _check_classes(train[1], n_way, n_shot + n_query)
-        _check_classes(val[1], n_way, n_shot + n_query, "y_val")
+        check_classes(train[1], n_way, n_shot + n_query)
+        check_classes(val[1], n_way, n_shot + n_query, "y_val")
         info = dict(
             method=method,
             d_in=train[0].shape[-1],
@@ -401,7 +136,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
             n_way=n_way,
             n_shot=n_shot,
             n_query=n_query,
-            scale=_find_scale(scale, train[0]),
+            scale=find_scale(scale, train[0]),
             seed=seed,
             steps=steps,
             val_every=max(1, min(1000, steps // 4)),
@@ -409,7 +144,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
             protocol=Protocol().asdict(),
         )
         device = str(pick_device(device))
-        return cls(_train_fewshot(train, val, info, folder, device), device=device)
+        return cls(train_fewshot_model(train, val, info, folder, device), device=device)
 
     def _check_model(self) -> FewShotModel:
         if not isinstance(self.model, FewShotModel):
@@ -419,7 +154,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
     def _read(self, X) -> torch.Tensor:
         "Checked input as features on the device."
         model = self._check_model()
-        X = _read_features(X, ndims=(2,) if model.backbone is None else (2, 4))
+        X = read_features(X, ndims=(2,) if model.backbone is None else (2, 4))
         if X.ndim == 4 and X.shape[1:] != (shape := tuple(np.roll(model.info["images"]["shape"], -1))):
             raise AimError(f"X holds images of {X.shape[1:]}, but the backbone takes {shape}.")
         if X.ndim == 2 and X.shape[1] != model.layer.d_in:
@@ -429,9 +164,9 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
     def fit(self, X, y):
         "Learn the classes of the support set: (n, D) features, any labels, as many examples of each class as there are."
         model = self._check_model()
-        labels = _read_labels(y, len(X))
+        labels = read_labels(y, len(X))
         classes, labels = np.unique(labels, return_inverse=True)
-        _check_classes(labels, 2, 1)
+        check_classes(labels, 2, 1)
         if self.transductive and len(classes) != model.head.n_way:
             raise AimError(
                 f"y has {len(classes)} classes, but this model refines {model.head.n_way} with the queries' help; "
@@ -448,13 +183,10 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
     def _adapt(self):
         "Take the inner step and keep what prediction needs."
         device = self.support_.device
-        layer = _on(self.model.layer, device)
-        head = _on(self.model.head, device)
-        self._head = head
-        self._steps = head.steps if self.transductive else 0
-        self._average = class_average(self.labels_, len(self.classes_)).to(device)
+        self._head = self.model.head_for(len(self.classes_), self.transductive, device)
+        layer = on_device(self.model.layer, device)
         lr = paper_rates().nu_in if self.adapt else 0.0
-        self._layer = _adapted(layer, head, self.support_, self.labels_, self._average, self._steps, lr)
+        self._layer = adapted_layer(layer, self._head, self.support_, self.labels_, lr)
 
     def _logits(self, X) -> np.ndarray:
         "Logits (n, classes) of the queries."
@@ -476,9 +208,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
     def _answer(self, query) -> torch.Tensor:
         "Logits of queries that are refined together."
         with torch.no_grad():
-            support, query = self._layer(self.support_), self._layer(query)
-        with torch.enable_grad():
-            return plain_sib(self._head.params(), self._average, support, query, self._steps, self._head.eps).detach()
+            return self._head(self._layer(self.support_), self.labels_, self._layer(query))
 
     def predict_proba(self, X) -> np.ndarray:
         "Probabilities (n, classes), columns in the order of `classes_`."
@@ -496,7 +226,19 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
         without them a fifth of the classes of X is held out. Returns a DataFrame, a row a method: accuracy in %, and how far this
         model is ahead, each with its 95 % interval; `gain` pairs the episodes.
         """
-        return _compare(self, X, y, X_val, y_val, n_episodes, n_shot, seed)
+        info = self._check_model().info
+        n_shot = n_shot or info["n_shot"]
+        check_sizes(n_episodes=n_episodes, n_shot=n_shot)
+        dims = (2,) if self.model.backbone is None else (2, 4)
+        test = read_split(X, y, "", dims)
+        if X_val is None and y_val is None:
+            test, val = hold_out(*test, seed, info["n_way"])
+        else:
+            val = read_split(X_val, y_val, "_val", dims)
+        for name, (_, labels) in (("y", test), ("y_val", val)):
+            check_classes(labels, info["n_way"], n_shot + info["n_query"], name)
+        test, val = ((self._read(items), labels) for items, labels in (test, val))
+        return compare_fewshot(self.model, test, val, n_episodes, n_shot, seed, self.adapt, self.transductive)
 
     def save(self, path) -> Path:
         "Write the model, the parameters and, if fitted, the support set to one safetensors file."
@@ -521,275 +263,10 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
     @classmethod
     def from_pretrained(cls, name, device="auto"):
         "A model that comes with the package, such as `glyphs-1shot`, with its backbone attached: it takes images or features."
-        folder = Path(str(files("aim_nb"))) / "weights"
-        shipped = {}
-        for path in sorted(folder.glob("*-sib*-*shot-*.safetensors")):
-            dataset, shot = path.stem.partition("-sib")[0], path.stem.split("-")[-2]
-            shipped[f"{dataset}-{shot}"] = path
-        return cls(_shipped_fewshot(shipped[check_choice("name", name, tuple(shipped))]), device=device)
+        shipped = shipped_fewshot()
+        return cls(load_shipped_fewshot(shipped[check_choice("name", name, tuple(shipped))]), device=device)
 
 # %% ../nbs/42_classifiers.ipynb #94f2b283
-class _SlowNetwork(nn.Sequential):
-    "Standardised inputs, then two layers of `width` for features (N, D) or the paper's RLN for images (N, C, H, W)."
-
-    def __init__(self, shape, width, norm, generator):
-        if len(shape) == 1:
-            layers = [linear(shape[0], width, generator), nn.ReLU(), linear(width, width, generator), nn.ReLU()]
-        else:
-            layers = [make_backbone("oml-rln", shape, norm, generator)]
-        super().__init__(*layers)
-        self.d_out = width if len(shape) == 1 else layers[0].d_out
-        channel = (1, -1) + (1,) * (len(shape) - 1)
-        self.register_buffer("mean", torch.zeros(shape[0]).view(channel))
-        self.register_buffer("std", torch.ones(shape[0]).view(channel))
-
-    def standardise(self, mean, std):
-        "Take these for the mean and the standard deviation of the inputs, numbers for all channels or one for each."
-        self.mean.copy_(mean.expand(self.mean.numel()).view_as(self.mean))
-        self.std.copy_(std.expand(self.std.numel()).view_as(self.std))
-
-    def forward(self, x):
-        return super().forward((x - self.mean) / self.std)
-
-
-class _StreamNetwork(nn.Module):
-    def __init__(self, shape, n_out, layer, rln, generator, **tail):
-        super().__init__()
-        self.rln = rln
-        self.tail = make_tail(rln.d_out, n_out, layer, generator=generator, **tail)
-
-    def features(self, x):
-        return self.rln(x)
-
-
-def _make_network(info) -> nn.Module:
-    "The network that `info` describes, its initial weights a function of the seed."
-    protocol = Protocol(**info["protocol"])
-    generator = torch_rng(info["seed"], "init", info["method"])
-    rln = _SlowNetwork(info["shape"], info["width"], protocol.norm, generator)
-    layer = info["method"].partition("+")[2]
-    aim = dict(M=info["M"], K=info["K"], l=info["l"], gate=protocol.gate, select=protocol.select)
-    aim |= dict(aim_scale=protocol.aim_scale, reduce=protocol.reduce)
-    return _StreamNetwork(
-        info["shape"], info["max_classes"], layer, rln=rln, generator=generator, **(aim if layer else {})
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class ContinualModel:
-    "A meta-trained slow network and tail; `ContinualClassifier` learns a stream of classes with it."
-
-    network: nn.Module
-    info: dict  # method, shape, width, max_classes, ..., learning_rates, and the history of the training
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def __repr__(self):
-        shape = " x ".join(map(str, self.info["shape"]))
-        return f"ContinualModel({self.info['method']}, {shape} features, up to {self.info['max_classes']} classes)"
-
-    def tensors(self) -> dict:
-        "All weights by name."
-        return module_tensors(self.network, "network.")
-
-    @classmethod
-    def from_tensors(cls, tensors, info):
-        "The model with these weights."
-        network = _make_network(info)
-        load_module(network, tensors, "network.")
-        return cls(network.eval().requires_grad_(False), info)
-
-# %% ../nbs/42_classifiers.ipynb #b5f973cf
-def _as_inputs(X) -> torch.Tensor:
-    "Checked input as the network takes it: features as they are, images as (N, C, H, W) in 0..1."
-    return to_float(X) if X.ndim == 4 else torch.from_numpy(np.ascontiguousarray(X))
-
-
-class _StreamTrainee:
-    "Meta-training of OML on arrays."
-
-    def __init__(self, network, train, val, info, device):
-        X, y = train
-        self.network = network.to(device).train()
-        self.info = info
-        self.protocol = Protocol(**info["protocol"])
-        self.device = device
-        self.X = X
-        self.rows = [np.flatnonzero(y == c) for c in np.unique(y)]
-        self.inner = min(20, *map(len, self.rows))
-        self.random = min(64, len(y))
-        self.val = val
-        self.optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
-
-    def inputs(self, rows):
-        return _as_inputs(self.X[rows]).to(self.device)
-
-    def step(self, i) -> dict:
-        "One outer step."
-        generator = torch_rng(self.info["seed"], "step", i)
-        images = self.protocol.meta_images
-        batch = draw_meta_batch(self.rows, self.info["seed"], i, self.inner, self.random, images)
-        reset_rows(self.network.tail.fc, batch.classes, self.protocol.row_reset, generator)
-        y, y_inner = (
-            torch.as_tensor(labels, device=self.device) for labels in (batch.outer_labels, batch.inner_labels)
-        )
-        loss, logits = oml_loss(
-            self.network,
-            self.inputs(batch.outer),
-            y,
-            x_inner=self.inputs(batch.inner),
-            y_inner=y_inner,
-            generator=generator,
-        )[:2]
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        right = (logits.detach().argmax(-1) == y).float()
-        return dict(loss=loss.detach(), acc=right[: self.random].mean(), acc_new=right[self.random :].mean())
-
-    def evaluate(self, n) -> dict:
-        "How well class means of the tail's embedding tell the validation classes apart, in %."
-        learn, ask = self.val
-        with evaluating(self.network), torch.no_grad():
-            z = [self.network.tail.embed(self.network.features(_as_inputs(X).to(self.device))) for X, _ in (learn, ask)]
-        classes, labels = np.unique(learn[1], return_inverse=True)
-        means = class_average(torch.from_numpy(labels), len(classes)).to(z[0]) @ z[0]
-        nearest = torch.cdist(z[1], means).argmin(1).cpu().numpy()
-        return dict(accuracy=100 * float((classes[nearest] == ask[1]).mean()))
-
-    def weights(self) -> dict:
-        return module_tensors(self.network, "network.")
-
-    def load_weights(self, tensors):
-        load_module(self.network, tensors, "network.")
-
-    def state_dict(self) -> dict:
-        return self.weights() | optimizer_tensors(self.optimizer)
-
-    def load_state_dict(self, tensors):
-        self.load_weights(tensors)
-        load_optimizer(self.optimizer, tensors)
-
-    validate = evaluate
-    tensors = state_dict
-    load = load_state_dict
-
-
-def _validation_stream(X, y, seed, n_classes=20, n_items=15) -> tuple:
-    "Items to learn, class after class, and items to be asked about, of some validation classes."
-    rows = [np.flatnonzero(y == c) for c in np.unique(y)]
-    ask = [r[-max(1, len(r) // 3) :] for r in rows]
-    learn = [r[: len(r) - len(a)] for r, a in zip(rows, ask)]
-    n_items = min(n_items, *map(len, learn))
-    drawn = draw_trajectory(learn, ask, seed, 0, min(n_classes, len(rows)), n_items, stream="val")
-    return (X[drawn.train.ravel()], y[drawn.train.ravel()]), (X[drawn.test.ravel()], y[drawn.test.ravel()])
-
-
-def _mean_and_std(X) -> tuple:
-    "Of every channel of images (C,), or of every feature (D,) and of all features together (1,)."
-    if X.ndim == 4:
-        return image_stats(X, [np.arange(len(X))])
-    mean = X.mean(0, dtype=np.float64)
-    std = np.sqrt(np.square(X - mean).mean(dtype=np.float64))
-    if not std:
-        raise AimError("All rows of X are the same; there is nothing to learn from.")
-    return torch.from_numpy(mean).float(), torch.tensor(std).float()
-
-
-def _train_continual(train, val, info, folder, device) -> ContinualModel:
-    "Meta-train on the arrays `train` = (X, y) and choose the rates of a stream's updates on `val`."
-    val = _validation_stream(*val, info["seed"])
-    network = _make_network(info)
-    network.rln.standardise(*_mean_and_std(train[0]))
-    checkpoints = None
-    if folder is not None:
-        data = tensors_sha({"X": torch.from_numpy(np.ascontiguousarray(train[0]))})
-        identity = dict(kind="ContinualClassifier", data=data, **{k: v for k, v in info.items() if k != "steps"})
-        checkpoints = Checkpoints(Path(folder) / f"continual-{content_key(identity)}", identity)
-    trainee = _StreamTrainee(network, train, val, info, device)
-    desc = f"meta-train {info['method']}"
-    history = run_loop(trainee, info["steps"], info["val_every"], checkpoints, desc=desc)
-    weights = {k: v.cpu() for k, v in trainee.weights().items()}
-    model = ContinualModel.from_tensors(weights, info | dict(history=history.rows(), learning_rates={}))
-    model.info["learning_rates"].update({update: _best_rate(model, update, *val) for update in ("head", "fast")})
-    return model
-
-# %% ../nbs/42_classifiers.ipynb #3adfb9cc
-class _Stream:
-    "What a stream has taught: outputs 0, 1, 2, ... in the order in which classes turned up."
-
-    def __init__(self, model, update, rate, device):
-        self.network = _on(model.network, device)
-        self.update = update
-        tail = self.network.tail
-        d, n_out = tail.fc.in_features, tail.fc.out_features
-        if update == "means":
-            self.sums = torch.zeros(n_out, d, dtype=torch.float64, device=device)
-            self.counts = torch.zeros(n_out, dtype=torch.float64, device=device)
-        else:
-            head = fresh_head(d, n_out, (model.info["seed"], "stream")).to(device)
-            moving = tail if update == "fast" else Tail(d, n_out, generator=torch_rng("unused"))  # its fc is not read
-            self.tail = AdamTail(moving, rate, head)
-
-    @torch.no_grad()
-    def vectors(self, X):
-        "What the update works on, (n, d): features for the whole tail, else the input of the output layer."
-        f = self.network.features(X)
-        return f if self.update == "fast" else self.network.tail.embed(f)
-
-    def learn(self, x, output):
-        "One row (1, ...) and the number of its output."
-        v = self.vectors(x)[0]
-        if self.update == "means":
-            self.sums[output] += v
-            self.counts[output] += 1
-        else:
-            g = self.tail(v).softmax(-1)
-            g[output] -= 1
-            self.tail.step(g)
-
-    def state_dict(self) -> dict:
-        "All that the stream has changed, with Adam's moments."
-        if self.update == "means":
-            return dict(sums=self.sums, counts=self.counts)
-        moving = self.tail.moving
-        parts = dict(value=moving.p, mean=moving.m, square=moving.v, steps=moving.t)
-        state = {f"{part}.{name}": t for part, held in parts.items() for name, t in held.items()}
-        layer = self.tail.layer
-        if isinstance(layer, AdamAIM):
-            state["aim.t"] = torch.tensor(layer.t)
-            state |= {f"aim.last.{m}": torch.tensor(step) for m, step in layer.last.items()}
-        return state
-
-    def load_state_dict(self, state):
-        "Go on from there."
-        if self.update == "means":
-            self.sums.copy_(state["sums"])
-            self.counts.copy_(state["counts"])
-            return
-        layer = self.tail.layer
-        if isinstance(layer, AdamAIM):
-            layer.t = int(state["aim.t"])
-            last = {int(name.split(".")[2]): int(step) for name, step in state.items() if name.startswith("aim.last.")}
-            for m in last:
-                layer.mechanism(m, layer.t)  # a copy, filled below
-            layer.last.update(last)
-        moving = self.tail.moving
-        for part, held in dict(value=moving.p, mean=moving.m, square=moving.v, steps=moving.t).items():
-            for name, t in held.items():
-                t.copy_(state[f"{part}.{name}"])
-
-    @torch.no_grad()
-    def logits(self, X) -> torch.Tensor:
-        "Logits (n, outputs) of many rows; for class means their squared distances, negative."
-        v = self.vectors(X)
-        if self.update == "means":
-            means = self.sums / self.counts.clamp_min(1)[:, None]
-            return -torch.cdist(v.double(), means).square()
-        return self.tail.batch(v)
-
-# %% ../nbs/42_classifiers.ipynb #ccc4464a
 class ContinualClassifier(ClassifierMixin, BaseEstimator):
     """Learns a stream of labelled items one by one, new classes at any time, with a meta-trained OML, OML+unit or OML+AIM.
 
@@ -838,15 +315,15 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         check_choice("method", method, ("oml", "oml+unit", "oml+aim"))
         check_sizes(width=width, max_classes=max_classes, steps=steps, M=M, K=K)
         protocol = relevant(method, named_preset(preset, "features"))
-        train = _read_split(X, y, "", (2, 4))
+        train = read_split(X, y, "", (2, 4))
         if X_val is None and y_val is None:
-            train, val = _hold_out(*train, seed, 2)
+            train, val = hold_out(*train, seed, 2)
         else:
-            val = _read_split(X_val, y_val, "_val", (2, 4))
+            val = read_split(X_val, y_val, "_val", (2, 4))
         if train[0].shape[1:] != val[0].shape[1:]:
             raise AimError(f"Items of X are {train[0].shape[1:]} and those of X_val {val[0].shape[1:]}; give the same.")
-        _check_classes(train[1], 2, 2 if protocol.meta_images == "others" else 1)
-        _check_classes(val[1], 2, 2, "y_val")
+        check_classes(train[1], 2, 2 if protocol.meta_images == "others" else 1)
+        check_classes(val[1], 2, 2, "y_val")
         n_classes = len(np.unique(train[1]))
         if n_classes > max_classes:
             raise AimError(f"max_classes={max_classes} is less than the {n_classes} classes of y; raise it.")
@@ -865,7 +342,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
             protocol=protocol.asdict(),
         )
         device = str(pick_device(device))
-        return cls(_train_continual(train, val, info, folder, device), device=device)
+        return cls(train_continual_model(train, val, info, folder, device), device=device)
 
     def _check_model(self) -> ContinualModel:
         if not isinstance(self.model, ContinualModel):
@@ -875,11 +352,11 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
     def _read(self, X) -> torch.Tensor:
         "Checked input as the network takes it, on the device."
         shape = self._check_model().info["shape"]
-        X = _read_features(X, ndims=(2,) if len(shape) == 1 else (4,))
+        X = read_features(X, ndims=(2,) if len(shape) == 1 else (4,))
         wanted = (*shape[1:], shape[0])  # channels last, as they come in
         if X.shape[1:] != wanted:
             raise AimError(f"Items of X are {X.shape[1:]}, but the model was trained on {wanted}.")
-        return _as_inputs(X).to(pick_device(self.device))
+        return network_input(X).to(pick_device(self.device))
 
     def _rate(self) -> float:
         check_choice("update", self.update, ("head", "fast", "means"))
@@ -911,8 +388,8 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
     def _check(self, X, y, classes, outputs) -> tuple:
         "Inputs, labels, the output of every label known after them, and the learning rate."
         model = self._check_model()
-        labels = _read_labels(y, len(X)).tolist()
-        announced = [] if classes is None else _read_labels(classes, len(classes), "classes").tolist()
+        labels = read_labels(y, len(X)).tolist()
+        announced = [] if classes is None else read_labels(classes, len(classes), "classes").tolist()
         outputs = dict(outputs)
         for label in (*announced, *labels):
             outputs.setdefault(label, len(outputs))
@@ -928,7 +405,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
     def _learn(self, X, labels, outputs, rate):
         "Learn checked rows."
         if not hasattr(self, "_stream"):
-            self._stream = _Stream(self.model, self.update, rate, X.device)
+            self._stream = Stream(self.model, self.update, rate, X.device)
             self.classes_ = np.array([], dtype=np.array(labels).dtype)
             self.n_features_in_ = int(np.prod(X.shape[1:]))
         self._outputs = outputs
@@ -968,23 +445,9 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         "The classifier that `save` wrote; its stream goes on as if it had never stopped."
         clf, state, fitted = _load_classifier(cls, ContinualModel.from_tensors, path, device)
         if fitted:
-            clf._stream = _Stream(clf.model, clf.update, clf._rate(), pick_device(device))
+            clf._stream = Stream(clf.model, clf.update, clf._rate(), pick_device(device))
             clf._stream.load_state_dict(state)
             clf._outputs = {label: output for output, label in enumerate(fitted["outputs"])}
             clf.classes_ = np.array(fitted["classes"])
             clf.n_features_in_ = int(np.prod(clf.model.info["shape"]))
         return clf
-
-
-def _best_rate(model, update, learn, ask) -> float:
-    "The learning rate with which a stream of validation classes is remembered best; the list grows while its best is at an edge."
-    scores = {}
-    rates = pick_rates(3, update, model.network.tail.unit_length)
-    while rates:
-        for rate in rates:
-            clf = ContinualClassifier(model, update=update, learning_rate=rate, device="cpu")
-            scores[rate] = clf.fit(*learn).score(*ask)
-        best = max(sorted(scores, reverse=True), key=scores.get)
-        further = next_rate(best, scores)
-        rates = () if further is None else (further,)
-    return best
