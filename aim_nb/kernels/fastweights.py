@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.func import functional_call
 from torch.nn import functional as F
-from ..aim import AIM, Attention, can_group, chosen_pairs, mix, unit, unit_grad
+from ..aim import AIM, Attention, LinearTwin, can_group, chosen_pairs, mix, unit, unit_grad
 from ..backbones import cast_convolutions, pool2
 from ..oml import draw_all_ranks, meta_loss
 
@@ -173,7 +173,7 @@ class FastTail:
         self.layer = None
         if isinstance(tail.layer, AIM):
             self.layer = FastAIM(tail.layer, lr)
-        elif hasattr(tail.layer, "W"):
+        elif isinstance(tail.layer, LinearTwin):
             self.layer = FastLinear(tail.layer.W.t(), None, lr)
         self.fc = FastLinear(tail.fc.weight, tail.fc.bias, lr)
 
@@ -290,13 +290,9 @@ class FastP:
             self.out = self.above(u.detach(), self.fast)
         return self.out.detach()
 
-    def gradients(self, g) -> tuple:
-        "Those of the fast weights, in their order, given dL/dfeatures."
-        return torch.autograd.grad(self.out, list(self.fast.values()), g)
-
     def step(self, g):
-        "One SGD step given dL/dfeatures."
-        gradients = self.gradients(g)
+        "One SGD step given dL/dfeatures of the last call."
+        gradients = torch.autograd.grad(self.out, list(self.fast.values()), g)
         with torch.no_grad():
             for w, d in zip(self.fast.values(), gradients):
                 w.sub_(d, alpha=self.lr)
