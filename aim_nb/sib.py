@@ -87,7 +87,7 @@ class SIBHead(nn.Module):
         q = F.normalize(support if query is None else query, dim=-1)
         theta = self.class_vectors(support, labels)
         for _ in range(self.steps):
-            length = theta.norm(dim=-1, keepdim=True)
+            length = theta.norm(dim=-1, keepdim=True).clamp_min(1e-12)
             direction = theta / length
             cosine = q @ direction.mT
             g = self.synthetic_gradient(self.scale * (cosine + self.bias))

@@ -14,7 +14,7 @@ from ..core import AimError, check_choice
 # %% auto #0
 __all__ = ['EPISODES', 'TESTS', 'mechanism_products', 'refine', 'episode_logits', 'IdentityEpisode', 'LinearEpisode',
            'AIMEpisode', 'subtract_by_mechanism_', 'fast_training_step', 'ProductTable', 'support_gradient',
-           'IdentityTest', 'LinearTest', 'AIMTest', 'test_episodes']
+           'IdentityTest', 'LinearTest', 'AIMTest', 'episode_tester']
 
 # %% ../../nbs/50_episodes.ipynb #c83ee0b3
 def mechanism_products(z, W, mask) -> tuple:
@@ -58,7 +58,7 @@ def episode_logits(
     query = X[..., n_support:, :] if X.shape[-2] > n_support else support
     A = class_average(class_labels(head.n_way, n_support, X.device), head.n_way, X.dtype)
     theta = head.w * (A @ support)
-    lengths = theta.norm(dim=-1, keepdim=True)
+    lengths = theta.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     return refine(head, query @ (theta / lengths).mT, lengths, query @ query.mT)
 
 # %% ../../nbs/50_episodes.ipynb #b0674ef3
@@ -325,7 +325,7 @@ class LinearTest(IdentityTest):
             dots = dots - cross - cross.mT + C @ (g @ g.mT) @ C.mT
 
         theta = head.class_vectors(support, class_labels(head.n_way, n, z.device))
-        lengths = theta.norm(dim=-1, keepdim=True)
+        lengths = theta.norm(dim=-1, keepdim=True).clamp_min(1e-12)
         theta = theta / lengths
         cosines = z_query @ (theta @ W.T).mT
         if self.lr:
@@ -386,7 +386,7 @@ class AIMTest(IdentityTest):
 TESTS = {Identity: IdentityTest, LinearTwin: LinearTest, AIM: AIMTest}
 
 
-def test_episodes(layer, head, features, n_support, lr=3e-3, **more) -> IdentityTest:
+def episode_tester(layer, head, features, n_support, lr=3e-3, **more) -> IdentityTest:
     "What answers test episodes of this kind of layer: rows (E, n + q) -> logits (E, q, n_way) and attention; use it without autograd."
     if type(layer) not in TESTS:
         raise AimError(f"A layer of kind {type(layer).__name__} cannot be evaluated; use AIM, LinearTwin or Identity.")
