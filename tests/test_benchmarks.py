@@ -13,9 +13,10 @@ sys.path.insert(0, str(ROOT))
 
 from aim_nb.aim import AIM  # noqa: E402
 from aim_nb.oml import Tail  # noqa: E402
-from aim_nb.reference import PlainAIM, PlainSIB, PlainTail  # noqa: E402
+from aim_nb.reference import PlainAIM, PlainTail  # noqa: E402
 from benchmarks import continual, few_shot, harness, images, layer, profiles, work  # noqa: E402, F401
 from benchmarks.__main__ import main, merge, run  # noqa: E402
+from benchmarks.authors import PlainSIB  # noqa: E402
 from benchmarks.check import BARS, misses  # noqa: E402
 from benchmarks.kept import inside  # noqa: E402
 from benchmarks.table import line  # noqa: E402
