@@ -143,8 +143,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
             val_episodes=val_episodes,
             protocol=Protocol().asdict(),
         )
-        device = str(pick_device(device))
-        return cls(train_fewshot_model(train, val, info, folder, device), device=device)
+        model = train_fewshot_model(train, val, info, folder, str(pick_device(device)))
+        return cls(model, device=device)
 
     def _check_model(self) -> FewShotModel:
         if not isinstance(self.model, FewShotModel):
@@ -155,10 +155,12 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
         "Checked input as features on the device."
         model = self._check_model()
         X = read_features(X, ndims=(2,) if model.backbone is None else (2, 4))
-        if X.ndim == 4 and X.shape[1:] != (shape := tuple(np.roll(model.info["images"]["shape"], -1))):
-            raise AimError(f"X holds images of {X.shape[1:]}, but the backbone takes {shape}.")
         if X.ndim == 2 and X.shape[1] != model.layer.d_in:
             raise AimError(f"X has {X.shape[1]} features, but the model was trained on {model.layer.d_in}.")
+        if X.ndim == 4:
+            channels, height, width = model.info["images"]["shape"]
+            if X.shape[1:] != (height, width, channels):
+                raise AimError(f"X holds images of {X.shape[1:]}, the backbone takes {(height, width, channels)}.")
         return model.features(X).to(pick_device(self.device))
 
     def fit(self, X, y):
@@ -207,8 +209,10 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):
 
     def _answer(self, query) -> torch.Tensor:
         "Logits of queries that are refined together."
+        n = len(self.support_)
         with torch.no_grad():
-            return self._head(self._layer(self.support_), self.labels_, self._layer(query))
+            out = self._layer(torch.cat([self.support_, query]))  # together: the mechanisms are read once
+            return self._head(out[:n], self.labels_, out[n:])
 
     def predict_proba(self, X) -> np.ndarray:
         "Probabilities (n, classes), columns in the order of `classes_`."
@@ -341,8 +345,8 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
             val_every=max(1, min(500, steps // 4)),
             protocol=protocol.asdict(),
         )
-        device = str(pick_device(device))
-        return cls(train_continual_model(train, val, info, folder, device), device=device)
+        model = train_continual_model(train, val, info, folder, str(pick_device(device)))
+        return cls(model, device=device)
 
     def _check_model(self) -> ContinualModel:
         if not isinstance(self.model, ContinualModel):

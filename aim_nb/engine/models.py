@@ -172,7 +172,7 @@ class FewShotModel:
             parts = [normalise(to_float(X[i : i + 32]), norm) for i in range(0, len(X), 32)]
             with torch.inference_mode():
                 X = torch.cat([self.backbone(part) for part in parts]).numpy()
-        return torch.from_numpy(np.ascontiguousarray(X, np.float32)) * self.info["scale"]
+        return torch.from_numpy(np.array(X, np.float32)).mul_(self.info["scale"])
 
 # %% ../../nbs/43_models.ipynb #7caaffa1
 def train_fewshot_model(train, val, info, folder, device) -> FewShotModel:
@@ -382,7 +382,7 @@ def _mean_and_deviation(X) -> tuple:
 
 def network_input(X) -> torch.Tensor:
     "Checked input as the network takes it: features as they are, images as (N, C, H, W) in 0..1."
-    return to_float(X) if X.ndim == 4 else torch.from_numpy(np.ascontiguousarray(X))
+    return to_float(X) if X.ndim == 4 else torch.from_numpy(np.array(X))  # a copy: memory maps are read-only
 
 # %% ../../nbs/43_models.ipynb #9d05d211
 class ArrayBank:
