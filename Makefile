@@ -29,9 +29,9 @@ demo: $(READY) ## few-shot learning with SIB, SIB+Linear and SIB+AIM on glyphs, 
 test: $(READY) ## every check: notebooks, export, README, pytest (SUITES="clean export" picks some)
 	@$(BIN)/python tests/run_suites.py $(SUITES)
 
-stress: $(READY) ## the long tests (kills, faults, bombs, fuzz), and the table of all that was tried, kept in tests/faults.json
-	@rm -f tests/faults.json
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --stress --faults tests/faults.json tests
+stress: $(READY) ## the long tests (kills, faults, bombs, fuzz), and the table of all that was tried, kept in tests/data/faults.json
+	@rm -f tests/data/faults.json
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --stress --faults tests/data/faults.json tests
 
 lab: $(READY) ## JupyterLab on the notebooks
 	@$(BIN)/jupyter lab --notebook-dir=nbs

@@ -34,7 +34,10 @@ def copy_of(tmp, *names):
 def differing(here, there, pattern):
     "Relative paths of files that are not the same in the two folders."
     names = {p.relative_to(base) for base in (here, there) for p in base.rglob(pattern)}
-    same = lambda n: (here / n).exists() and (there / n).exists() and filecmp.cmp(here / n, there / n, shallow=False)
+
+    def same(n):
+        return (here / n).exists() and (there / n).exists() and filecmp.cmp(here / n, there / n, shallow=False)
+
     return sorted(str(n) for n in names if not same(n))
 
 
@@ -161,7 +164,10 @@ def fingerprint():
     code, out = run("git", "ls-files", "-co", "--exclude-standard", "-z")
     if code:
         return None
-    digest = lambda p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "absent"
+
+    def digest(p):
+        return hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "absent"
+
     return {name: digest(ROOT / name) for name in out.split("\0") if name}
 
 

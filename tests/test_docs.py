@@ -181,7 +181,9 @@ def test_a_cells_caption_stands_under_its_last_picture_only():
     import nbformat
     from docs import convert_code
 
-    out = lambda **data: nbformat.v4.new_output("display_data", {k.replace("_", "/"): v for k, v in data.items()})
+    def out(**data):
+        return nbformat.v4.new_output("display_data", {k.replace("_", "/"): v for k, v in data.items()})
+
     cell = nbformat.v4.new_code_cell(
         '#| fig-cap: "two"\nf()',
         outputs=[

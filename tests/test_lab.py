@@ -152,7 +152,10 @@ def checked(page, wrong):
 def move(page, slider):
     "Press the arrow key on a slider; numbers and picture of its cell before and after."
     cell = page.locator(".jp-CodeCell", has=page.locator(".noUi-handle"))
-    see = lambda: (cell.locator(".jp-OutputArea").first.inner_text(), cell.locator("img").last.get_attribute("src"))
+
+    def see():
+        return (cell.locator(".jp-OutputArea").first.inner_text(), cell.locator("img").last.get_attribute("src"))
+
     handle = cell.locator(".noUi-handle").nth(slider)
     handle.scroll_into_view_if_needed()
     before = see()

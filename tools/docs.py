@@ -127,7 +127,10 @@ def api_cell(text):
 
 def by_kind(outputs):
     "Outputs in order, Markdown one by one, pictures one by one, the rest together."
-    kind = lambda o: next((k for k in ("text/markdown", "image/png") if k in o.get("data", {})), "")
+
+    def kind(o):
+        return next((k for k in ("text/markdown", "image/png") if k in o.get("data", {})), "")
+
     groups = [(k, list(g)) for k, g in groupby(outputs, kind)]
     return [(k, part) for k, g in groups for part in ([[o] for o in g] if k else [g])]
 
@@ -150,7 +153,10 @@ def convert_code(cell):
     parts = by_kind([convert_output(o) for o in cell.outputs])
     if marks.get("output") == "asis" and parts:
         return [api_cell(o["data"]["text/markdown"]) for k, g in parts if k == "text/markdown" for o in g]
-    code = lambda outputs, **meta: nbformat.v4.new_code_cell(source, outputs=outputs, metadata=meta)
+
+    def code(outputs, **meta):
+        return nbformat.v4.new_code_cell(source, outputs=outputs, metadata=meta)
+
     hidden, caption = dict(tags=["remove-input"]), marks.get("fig-cap")
     cells = [] if marks.get("echo") == "false" else [code([], tags=["hide-input"] * ("code-fold" in marks))]
     pictures = [g for k, g in parts if k == "image/png"]
