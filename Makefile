@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export AIM_RUNS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test stress lab docs docs-serve bench bench-check figures reproduce readme clean
+.PHONY: help setup demo test stress hooks lab docs docs-serve bench bench-check figures reproduce readme clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,8 +33,13 @@ stress: $(READY) ## the long tests (kills, faults, bombs, fuzz), and the table o
 	@rm -f tests/data/faults.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --stress --faults tests/data/faults.json tests
 
-lab: $(READY) ## JupyterLab on the notebooks
-	@$(BIN)/jupyter lab --notebook-dir=nbs
+hooks: $(READY) ## git hooks of this clone: ruff and clean notebooks before a commit, notebooks merged cell by cell
+	@git config core.hooksPath tools/hooks
+	@git config merge.nbdev-merge.name "merge notebooks by cell"
+	@git config merge.nbdev-merge.driver "$(BIN)/nbdev_merge %O %A %B %P"
+
+lab: $(READY) ## JupyterLab on the notebooks, which are cleaned as they are saved
+	@$(BIN)/jupyter lab --config=tools/jupyter_config.py --notebook-dir=nbs
 
 docs: $(READY) ## the site in _docs/ (through Quarto where it is installed, else Sphinx)
 	@$(BIN)/python tools/docs.py

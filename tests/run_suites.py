@@ -42,15 +42,13 @@ def differing(here, there, pattern):
 
 
 def suite_format(tmp, env):
-    "Notebooks, tests, benchmarks and tools are as ruff formats them."
-    code, out = run(BIN / "ruff", "format", "--check", "--no-cache", ".", env=env)
-    bad = re.findall(r"^Would reformat: (.+)$", out, re.M)
-    return (
-        code == 0,
-        len(run("git", "ls-files", "*.ipynb", "tests/*.py", "benchmarks/*.py", "tools/*.py")[1].split()),
-        bad,
-        "" if bad else out,
-    )
+    "Notebooks, tests, benchmarks and tools are as ruff formats them, and ruff finds nothing in them."
+    formats, formatted = run(BIN / "ruff", "format", "--check", "--no-cache", ".", env=env)
+    checks, found = run(BIN / "ruff", "check", "--no-cache", "--output-format", "concise", ".", env=env)
+    bad = {f"{name}: not as `ruff format` writes it" for name in re.findall(r"^Would reformat: (.+)$", formatted, re.M)}
+    bad |= {f"{name}: `ruff check` finds something" for name in re.findall(r"^(\S+?\.(?:py|ipynb)):", found, re.M)}
+    count = len(run("git", "ls-files", "*.ipynb", "tests/*.py", "benchmarks/*.py", "tools/*.py")[1].split())
+    return formats == checks == 0, count, sorted(bad), (found if checks else "") or ("" if bad else formatted)
 
 
 def suite_clean(tmp, env):

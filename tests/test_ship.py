@@ -11,7 +11,7 @@ import torch
 from aim_nb.engine import train_continual
 from aim_nb.engine.checkpoints import load_tensors, read_saved
 from aim_nb.config import Budget, preset
-from aim_nb.engine.records import read_record, record_name, records_dir, save_record, sealed
+from aim_nb.engine.records import record_name, records_dir
 from aim_nb.engine.train_fewshot import run_fewshot, training_checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent

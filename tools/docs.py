@@ -6,9 +6,10 @@ import argparse, re, shutil, subprocess, sys, tempfile
 from configparser import ConfigParser
 from itertools import groupby
 from pathlib import Path
-import nbformat, yaml
+import nbformat, sphinx_api, yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the API of this tree, whatever is installed
 config = ConfigParser()
 config.read(ROOT / "settings.ini")
 SETTINGS = config["DEFAULT"]
@@ -64,7 +65,9 @@ def by_quarto(out):
 
 CONF = """
 project, author, copyright = "aim_nb", {author!r}, {copyright!r}
-extensions = ["myst_nb", "sphinx-mathjax-offline"]
+extensions = ["myst_nb", "sphinx-mathjax-offline", "sphinx_api"]
+default_role, autodoc_preserve_defaults, python_maximum_signature_line_length = "code", True, 88
+add_module_names, autodoc_member_order, toc_object_entries_show_parents = False, "bysource", "hide"
 nb_execution_mode, nb_ipywidgets_js, nb_merge_streams = "off", {{}}, True
 myst_enable_extensions = ["dollarmath", "amsmath", "attrs_inline", "deflist"]
 myst_heading_anchors, myst_all_links_external = 3, True
@@ -82,6 +85,11 @@ html {--pst-font-size-h1: 2rem; --pst-font-size-h2: 1.6rem; --pst-font-size-h3: 
 .bd-article pre {font-size: .75rem} .bd-article table {font-size: .85rem; width: auto; margin-left: 0} .bd-article table p {margin: 0} .bd-article table th, .bd-article table td {padding: .2rem .45rem !important}
 .bd-article figure {text-align: left} .bd-article figure img {margin-left: 0} .bd-article figcaption {text-align: left} .bd-article figcaption p {color: var(--pst-color-text-base); font-weight: 400; font-size: .9rem; padding: 0}
 html[data-theme="dark"] .text_html, html[data-theme="dark"] .bd-content img {background: none !important; color: inherit !important; filter: none !important; padding: 0 !important} .bd-article .text_html table {font-size: .8rem} .bd-article .text_html td {white-space: nowrap} .bd-article table caption {color: inherit}
+.bd-article dl.py > dt {font-size: .85rem} .bd-article dl.py > dd {margin-bottom: 1.2rem} dl.field-list {font-size: .85rem}
+@media (max-width: 600px) {
+  .bd-article table {font-size: .75rem} .bd-article table th, .bd-article table td {padding: .15rem .3rem !important}
+  .bd-article td.verdict, .bd-article th.verdict {position: sticky; right: 0; min-width: 5.5rem; background: var(--pst-color-background); border-left: 1px solid var(--pst-color-border)}
+}
 .btn-outline-primary {--bs-btn-color: var(--pst-color-link); --bs-btn-border-color: var(--pst-color-link)}
 """
 STATIC = {
@@ -139,6 +147,9 @@ def convert_output(o):
     "An output without widgets (no kernel answers them here), its links as this site needs them, a number and its interval on one line."
     if "data" not in o:
         return o
+    o = nbformat.from_dict(o)
+    if any("widget" in kind for kind in o.data):
+        o.data.pop("text/plain", None)  # what is left of a widget here is its repr
     clean = {"text/markdown": lambda t: relink(t), "text/html": lambda t: t.replace(" ± ", PM)}
     return nbformat.from_dict(
         {**o, "data": {k: clean.get(k, lambda t: t)(v) for k, v in o.data.items() if "widget" not in k}}
@@ -182,7 +193,7 @@ def convert(nb, name):
         else {}
     )
     cells = (
-        [nbformat.v4.new_markdown_cell(f"# {front['title']}\n\n> {front.get('description') or ''}"), links(name)]
+        [nbformat.v4.new_markdown_cell(f"# {page_title(front['title'])}\n\n> {front.get('description') or ''}"), links(name)]
         if front.get("title")
         else []
     )
@@ -195,6 +206,11 @@ def convert(nb, name):
     nb.metadata.pop("widgets", None)
     nb.cells = cells
     return nb
+
+
+def page_title(text):
+    "A notebook's title without the labels of the paper's source (tab:few-shot), which say nothing to a reader."
+    return re.sub(r"[:,]?\s+(?:tab|fig):.*$", "", text)
 
 
 def short_title(name):
@@ -210,6 +226,8 @@ def toctree():
         + "\n```"
         for title, names in sections().items()
     ]
+    api = "\n".join([*sphinx_api.ROOMS, "All names <genindex>"])
+    trees.append(f"```{{toctree}}\n:hidden:\n:caption: API\n\n{api}\n```")
     return nbformat.v4.new_markdown_cell("\n\n".join(trees))
 
 
@@ -224,6 +242,7 @@ def by_sphinx(out):
             if path.stem == "index":
                 nb.cells.append(toctree())
             nbformat.write(nb, Path(tmp, f"{url(path.name)}.ipynb"))
+        sphinx_api.write_pages(tmp)
         Path(tmp, "static").mkdir()
         for name, text in STATIC.items():
             Path(tmp, "static", name).write_text(text)
