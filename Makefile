@@ -1,6 +1,7 @@
 # make demo and make test do all the set-up they need; the second call starts at once.
 # Another interpreter: make test PYTHON=python3.12   Another place for what runs write: make demo AIM_RUNS=/big/disk/runs
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 READY := .venv/.ready
 DATASET ?= glyphs
@@ -20,7 +21,7 @@ $(READY): constraints.txt settings.ini setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "aim_nb needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up .venv with the pinned packages (a few minutes, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 demo: $(READY) ## few-shot learning with SIB, SIB+Linear and SIB+AIM on glyphs, in minutes

@@ -80,16 +80,17 @@ html_static_path, html_css_files, html_favicon = ["static"], ["site.css"], "stat
 """
 CSS = """
 .bd-sidebar-primary h3 {display: none} .bd-sidebar-primary ul {list-style: none; padding-left: .6rem} .bd-sidebar-primary a {text-decoration: none} .bd-sidebar-primary .caption {font-weight: 600; margin-top: 1rem}
-.bd-page-width {max-width: 100rem} .bd-sidebar-primary {flex: 0 0 16rem; font-size: .9rem} .bd-sidebar-secondary {flex: 0 0 14rem; width: 14rem; font-size: .85rem; overflow-wrap: anywhere} .bd-main .bd-content .bd-article-container {max-width: 68rem}
+.bd-page-width {max-width: 100rem} .bd-sidebar-primary {flex: 0 0 14rem; font-size: .9rem} .bd-sidebar-secondary {flex: 0 0 11rem; width: 11rem; font-size: .85rem; overflow-wrap: anywhere} .bd-main .bd-content .bd-article-container {max-width: 68rem}
 html {--pst-font-size-h1: 2rem; --pst-font-size-h2: 1.6rem; --pst-font-size-h3: 1.25rem}
-.bd-article pre {font-size: .75rem} .bd-article table {font-size: .85rem; width: auto; margin-left: 0} .bd-article table p {margin: 0} .bd-article table th, .bd-article table td {padding: .2rem .45rem !important}
+.bd-article pre {font-size: .75rem} .bd-article table {font-size: .8rem; line-height: 1.4; width: auto; margin-left: 0} .bd-article :is(h1, h2, h3) {overflow-wrap: anywhere} .bd-article table p {margin: 0} .bd-article table th, .bd-article table td {padding: .2rem .45rem !important}
 .bd-article figure {text-align: left} .bd-article figure img {margin-left: 0} .bd-article figcaption {text-align: left} .bd-article figcaption p {color: var(--pst-color-text-base); font-weight: 400; font-size: .9rem; padding: 0}
 html[data-theme="dark"] .text_html, html[data-theme="dark"] .bd-content img {background: none !important; color: inherit !important; filter: none !important; padding: 0 !important} .bd-article .text_html table {font-size: .8rem} .bd-article .text_html td {white-space: nowrap} .bd-article table caption {color: inherit}
 .bd-article dl.py > dt {font-size: .85rem} .bd-article dl.py > dd {margin-bottom: 1.2rem} dl.field-list {font-size: .85rem}
 @media (max-width: 600px) {
   .bd-article table {font-size: .75rem} .bd-article table th, .bd-article table td {padding: .15rem .3rem !important}
-  .bd-article td.verdict, .bd-article th.verdict {position: sticky; right: 0; min-width: 5.5rem; background: var(--pst-color-background); border-left: 1px solid var(--pst-color-border)}
 }
+.bd-article :is(td, th).verdict {position: sticky; right: 0; min-width: 5.5rem; max-width: 9rem; white-space: normal !important; border-left: 1px solid var(--pst-color-border)}
+.bd-article :is(td, th).verdict {background-color: var(--pst-color-background)}
 .btn-outline-primary {--bs-btn-color: var(--pst-color-link); --bs-btn-border-color: var(--pst-color-link)}
 """
 STATIC = {
@@ -143,6 +144,12 @@ def by_kind(outputs):
     return [(k, part) for k, g in groups for part in ([[o] for o in g] if k else [g])]
 
 
+def mark_verdicts(html):
+    "Give the cells of a pandas table's column Verdict a class of their own, as sphinx_api does in Markdown tables."
+    column = re.search(r'class="col_heading level0 (col\d+)" >Verdict<', html)
+    return re.sub(rf'(class="[^"]*\b{column[1]}\b)', r"\1 verdict", html) if column else html
+
+
 def convert_output(o):
     "An output without widgets (no kernel answers them here), its links as this site needs them, a number and its interval on one line."
     if "data" not in o:
@@ -150,7 +157,7 @@ def convert_output(o):
     o = nbformat.from_dict(o)
     if any("widget" in kind for kind in o.data):
         o.data.pop("text/plain", None)  # what is left of a widget here is its repr
-    clean = {"text/markdown": lambda t: relink(t), "text/html": lambda t: t.replace(" ± ", PM)}
+    clean = {"text/markdown": lambda t: relink(t), "text/html": lambda t: mark_verdicts(t.replace(" ± ", PM))}
     return nbformat.from_dict(
         {**o, "data": {k: clean.get(k, lambda t: t)(v) for k, v in o.data.items() if "widget" not in k}}
     )
@@ -193,7 +200,10 @@ def convert(nb, name):
         else {}
     )
     cells = (
-        [nbformat.v4.new_markdown_cell(f"# {page_title(front['title'])}\n\n> {front.get('description') or ''}"), links(name)]
+        [
+            nbformat.v4.new_markdown_cell(f"# {page_title(front['title'])}\n\n> {front.get('description') or ''}"),
+            links(name),
+        ]
         if front.get("title")
         else []
     )
