@@ -191,6 +191,13 @@ def test_an_entry_shows_signature_docstring_and_parameters(site):
     assert "features in and out" in text and "*args, **kwargs" not in text
 
 
+def test_a_named_tuple_shows_its_fields_on_its_notebooks_page():
+    from docs import api_cell
+
+    shown = "[source](https://host/blob/main/aim_nb/aim.py#L1)\n\n### Attention\n\n```python\ndef Attention(\n    *args, **kwargs\n):\n```\n"
+    assert "class Attention(\n    score: torch.Tensor,\n    mask: torch.Tensor,\n)" in api_cell(shown).source
+
+
 def test_titles_hold_no_labels_and_no_widget_is_left_as_text(site):
     for path in site.glob("*.html"):
         text = path.read_text()

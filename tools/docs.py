@@ -2,7 +2,7 @@
 
 Both render the same pages (nbdev's processed notebooks) with the same navigation (`sections`)."""
 
-import argparse, re, shutil, subprocess, sys, tempfile
+import argparse, dataclasses, importlib, inspect, re, shutil, subprocess, sys, tempfile
 from configparser import ConfigParser
 from itertools import groupby
 from pathlib import Path
@@ -122,9 +122,22 @@ def relink(text):
     return re.sub(r"\]\(\.\./([\w./+@-]+)\)", rf"]({SETTINGS['git_url']}/blob/{SETTINGS['branch']}/\1)", text)
 
 
+def with_fields(text, name):
+    "show_doc's text with the fields of a named tuple or a dataclass, where it says `*args, **kwargs`."
+    module = re.search(r"/blob/[^/]+/(aim_nb/[\w/]+)\.py#", text)
+    value = getattr(importlib.import_module(module[1].replace("/", ".")), name, None) if module else None
+    if not (hasattr(value, "_fields") or dataclasses.is_dataclass(value)):
+        return text
+    parameters = [re.sub(r"ForwardRef\('(.+?)'\)", r"\1", str(p)) for p in inspect.signature(value).parameters.values()]
+    fields = "\n".join(f"    {p}," for p in parameters).replace("'", "")
+    return re.sub(r"def (\w+)\(\s*\*args, \*\*kwargs\s*\):", rf"class \1(\n{fields}\n)", text)
+
+
 def api_cell(text):
     "What show_doc put out, as a section of its own with an anchor."
     name = re.search(r"^#+ (\S+)", text, re.M)
+    if name and "*args, **kwargs" in text:
+        text = with_fields(text, name[1])
     text = re.sub(r"^---\n", "", text.lstrip())
     text = re.sub(
         r"```.*?```", lambda m: re.sub(r"\[`([^`]+)`\]\([^)]*\)", r"`\1`", m[0]), text, flags=re.S
