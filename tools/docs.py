@@ -114,6 +114,7 @@ PM = "\u00a0±\u00a0"  # a number and its interval stay on one line
 def relink(text):
     "Links between pages as this renderer needs them: our own absolute and notebook addresses become pages of this site."
     text = text.replace(" ± ", PM)
+    text = re.sub(r"\[([^\]]*)\]\(" + re.escape(SITE) + r"/[\w-]+\.html#_\w+\)", r"\1", text)  # private: no entry
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html#([\w.]+)", lambda m: f"{m[1]}.html#sym-{m[2].lower()}", text)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html", r"\1.html", text)
     text = re.sub(
