@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -226,11 +228,11 @@ def evaluation(plan):
         n, (x, classes) = (4, make_features(d, 8, 30)) if plan["tiny"] else (2000, make_features(d, 20, 600))
         e = draw_episodes(classes, 0, range(n), stream="test")
         every = [torch.cat([torch.as_tensor(t[i]).flatten() for t in (e.support, e.query)]) for i in range(n)]
-        one = in_turn(lambda z: plain_episode(plain, plain_head, z), [(x[r],) for r in every[:16]])
+        one = in_turn(partial(plain_episode, plain, plain_head), [(x[r],) for r in every[:16]])
         few = dict(plan, seconds=0.0, repeats=min(plan["repeats"], 3))
         yield compare(
             f"test episode {size}",
-            lambda: evaluate(layer.eval(), head, x, e),
+            partial(evaluate, layer.eval(), head, x, e),
             one,
             few,
             work=aim_episode(layer, len(x), n, 5, 75),
@@ -274,7 +276,7 @@ def paper_run(plan):
         return own_process("benchmarks.paper_run", method, "tiny" if plan["tiny"] else "full", CLOCK[0], threads=CORES)
 
     with threads(CORES):
-        found = {m: steadily(lambda: run(m), plan, tries=2) for m in methods}
+        found = {m: steadily(partial(run, m), plan, tries=2) for m in methods}
     aim, seen = found["sib+aim"]
     rows = [value_row(f"paper run {m}", own.pop("minutes"), "minutes", s, **own) for m, (own, s) in found.items()] + [
         value_row("paper run sib+aim, peak memory", aim["memory_gb"], "GB", seen)

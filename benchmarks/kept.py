@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ def convolutions(tiny, repeats, data):
         net.rln(images).sum().backward()
 
     def once():
-        return [inside(net.rln, step) / len(x), *(seconds(lambda: alone(b)) / n for n, b in batches.items())]
+        return [inside(net.rln, step) / len(x), *(seconds(partial(alone, b)) / n for n, b in batches.items())]
 
     once()
     own, *each = (1e3 * median(t) for t in zip(*(once() for _ in range(repeats))))

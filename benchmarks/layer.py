@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from aim_nb.aim import AIM
@@ -67,7 +69,7 @@ def aim_alone(plan):
                         **where,
                     )
                 else:
-                    ms, seen = steadily(lambda: alone(ours, plan), plan, tries=1)
+                    ms, seen = steadily(partial(alone, ours, plan), plan, tries=1)
                     yield value_row(name, ms, "ms", seen, **reached(aim_pass(aim, z, back), ms / 1e3, seen), **where)
 
 

@@ -214,7 +214,10 @@ def test_every_part_of_the_state_matters(lost):
     other.load({**state, lost: state[lost] + 0.1})
     for t in (one, same, other):
         [t.step(i) for i in range(12, 18)]
-    equal = lambda s, t: all(torch.equal(a, b) for a, b in zip(s.weights().values(), t.weights().values()))
+
+    def equal(s, t):
+        return all(torch.equal(a, b) for a, b in zip(s.weights().values(), t.weights().values()))
+
     assert equal(one, same) and not equal(one, other)
 
 

@@ -29,9 +29,12 @@ def project(tmp_path, monkeypatch):
     "Somebody's project with a repository of its own, where the user stands."
     (tmp_path / "nbs").mkdir()
     (tmp_path / "settings.ini").touch()
-    git = lambda *args: subprocess.run(
-        ["git", "-c", "user.name=x", "-c", "user.email=x@x", "-C", tmp_path, *args], check=True, capture_output=True
-    )
+
+    def git(*args):
+        return subprocess.run(
+            ["git", "-c", "user.name=x", "-c", "user.email=x@x", "-C", tmp_path, *args], check=True, capture_output=True
+        )
+
     git("init")
     git("add", "settings.ini")
     git("commit", "-m", "theirs")

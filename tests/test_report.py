@@ -148,11 +148,13 @@ def test_aim_alone_does_not_count():
 
 
 def test_shorter_trainings_say_whether_they_count():
-    said = lambda off: {
-        r["verdict"]
-        for r in findings.cell_rows([fewshot(m, off, name="quick") for m in ("sib", "sib+aim")])
-        if r["ours"] is not None
-    }
+    def said(off):
+        return {
+            r["verdict"]
+            for r in findings.cell_rows([fewshot(m, off, name="quick") for m in ("sib", "sib+aim")])
+            if r["ours"] is not None
+        }
+
     assert (said(1.0), said(-9.0)) == ({"other budget"}, {"other budget, not reached"})
 
 
@@ -200,7 +202,9 @@ def test_another_norm_is_another_setting():
 
 
 def test_figures_need_all_their_parts():
-    have = lambda records: {r["label"] for r in findings.figure_rows(records) if r["have"]["paper"] == r["needs"]}
+    def have(records):
+        return {r["label"] for r in findings.figure_rows(records) if r["have"]["paper"] == r["needs"]}
+
     drawn = {"fig:AIM", "fig:applying_aims"}
     assert have([use()]) == drawn | {"fig:mask-cifarfs_1shot_conv"}
     assert have([use(), use("cifar100", "oml+aim")]) == drawn | {"fig:mask-cifarfs_1shot_conv", "fig:activation"}
@@ -220,7 +224,9 @@ def verdicts(records, id):
 
 
 def test_signs_of_a_difference():
-    seeds = lambda method, shift: [fewshot(method, shift, seed=s) for s in range(3)]
+    def seeds(method, shift):
+        return [fewshot(method, shift, seed=s) for s in range(3)]
+
     assert verdicts(seeds("sib", 0) + seeds("sib+aim", 0), "aim-beats-sib") == ["supported"]
     assert verdicts(seeds("sib", 5) + seeds("sib+aim", 0), "aim-beats-sib") == ["contradicted"]
     assert verdicts([fewshot("sib", 2.4), fewshot("sib+aim")], "aim-beats-sib") == ["undecided (one seed)"]
@@ -276,7 +282,10 @@ def test_meta_tests_of_unequal_effort_are_compared_where_both_have_points():
     ]
     short = [continual(m, name="paper@500", runs=3) for m in ("oml", "oml+aim", "oml+linear")]
     rows = findings.claim_rows(long + short, ["aim-beats-oml", "aim-beats-oml-linear"])
-    at = lambda id, b: [r["where"]["n_classes"] for r in rows if (r["id"], r["budget"]) == (id, b)]
+
+    def at(id, b):
+        return [r["where"]["n_classes"] for r in rows if (r["id"], r["budget"]) == (id, b)]
+
     assert len(at("aim-beats-oml", "paper@2000")) == 9 and at("aim-beats-oml-linear", "paper@2000") == [10, 50, 75, 100]
     assert all("2,000 of the paper's" in line for line in findings.gain_lines(long + short))
     again = findings.points(
@@ -321,7 +330,9 @@ def test_sentences_to_quote():
 
 
 def test_the_linear_layer_is_said_to_learn_only_where_it_does():
-    say = lambda shift: findings.plain_lines([continual("oml+linear", shift, name="paper@500")])[0]
+    def say(shift):
+        return findings.plain_lines([continual("oml+linear", shift, name="paper@500")])[0]
+
     assert "it learns" in say(50.0) and "it learns" not in say(0.0)
     (line,) = findings.gain_lines(
         [continual("oml+linear", 50.0, name="paper@500"), continual("oml+aim", 1.0, name="paper@500")]
@@ -367,13 +378,19 @@ def test_fine_rates_are_compared_with_fine_rates_only():
 
 
 def test_claims_in_boxes():
-    boxes = lambda records: {
-        line[2:]: b.splitlines()[0]
-        for b in findings.summary_markdown(records).split("\n\n**")
-        for line in b.splitlines()[2:]
-    }
-    where = lambda records, text: next(b.strip("*") for line, b in boxes(records).items() if line.startswith(text))
-    runs = lambda shift, name: [continual("oml", shift, name=name), continual("oml+aim", 1.0, name=name)]
+    def boxes(records):
+        return {
+            line[2:]: b.splitlines()[0]
+            for b in findings.summary_markdown(records).split("\n\n**")
+            for line in b.splitlines()[2:]
+        }
+
+    def where(records, text):
+        return next(b.strip("*") for line, b in boxes(records).items() if line.startswith(text))
+
+    def runs(shift, name):
+        return [continual("oml", shift, name=name), continual("oml+aim", 1.0, name=name)]
+
     assert where(runs(0.0, "paper"), "Adding AIM to OML") == findings.HELD
     assert where(runs(45.0, "paper@500"), "Adding AIM to OML") == findings.NOT_HELD + findings.SO_FAR
     assert where(runs(-40.0, "paper"), "Adding AIM to OML") == where([], "Adding AIM to OML") == findings.UNTESTED
@@ -426,7 +443,10 @@ def test_a_figure_is_of_one_budget_with_the_most_methods():
 
 def test_the_paper_against_its_own_claims():
     "The signs that the errata tell of are found by the same code."
-    own = lambda id: {findings.setting(p.where): v for p, v, _, _ in findings.claim_values(id, findings.paper_points())}
+
+    def own(id):
+        return {findings.setting(p.where): v for p, v, _, _ in findings.claim_values(id, findings.paper_points())}
+
     assert min(own("aim-beats-anml").values()) < 0 and min(own("aim-beats-sib").values()) > 0
     assert max(own("linear-is-at-chance").values()) < 0.01
     assert [s for s, v in own("soft-wins-wrn").items() if v < 0] == ["mini-imagenet, wrn-28-10, 1-shot"]
@@ -461,10 +481,11 @@ def test_figures_are_named_as_the_paper_names_them():
 
 
 def test_forgetting_is_drawn_and_numbered():
-    ages = lambda method, *by_age: (
-        (r := continual(method, name="paper@500"))
-        | dict(metrics=r["metrics"] | dict(by_age=list(by_age), forgetting=by_age[-1] - by_age[0]))
-    )
+    def ages(method, *by_age):
+        return (r := continual(method, name="paper@500")) | dict(
+            metrics=r["metrics"] | dict(by_age=list(by_age), forgetting=by_age[-1] - by_age[0])
+        )
+
     records = [
         ages("oml", 80.0, 70.0, 60.0, 75.0),
         ages("oml+aim", 10.0, 20.0, 60.0, 90.0),

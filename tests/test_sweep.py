@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from test_cli import call, files, one_line
 
-from aim_nb import backbones, config, core, paper
+from aim_nb import backbones, config, paper
 
 from aim_nb.engine import activation
 
