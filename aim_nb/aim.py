@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 from .core import AimError, check_choice
 
 # %% auto #0
-__all__ = ['aim_reference', 'Attention', 'whole_mask', 'top_mask', 'random_ranks', 'random_masks', 'chosen_pairs', 'can_group',
-           'mix', 'Layer', 'check_sizes', 'check_input', 'check_soft', 'check_choices', 'normal', 'unit', 'unit_grad',
-           'AIM', 'count_parameters', 'twin_width', 'LinearTwin', 'linear_twin', 'Identity']
+__all__ = ['aim_reference', 'Attention', 'top_mask', 'random_ranks', 'random_masks', 'chosen_pairs', 'can_group', 'mix', 'Layer',
+           'check_sizes', 'check_soft', 'check_choices', 'unit', 'unit_grad', 'AIM', 'count_parameters', 'twin_width',
+           'LinearTwin', 'linear_twin', 'Identity']
 
 # %% ../nbs/10_aim.ipynb #d76ce9cf
 def aim_reference(
@@ -53,35 +53,34 @@ def aim_reference(
 
 # %% ../nbs/10_aim.ipynb #3b6af466
 class Attention(NamedTuple):
-    "How an input chose: `score` (..., M), the gate's value, and `mask` (..., M), the mechanisms in use."
+    "How an input chose its mechanisms."
 
     score: torch.Tensor  # (..., M) the gate's value
     mask: torch.Tensor  # (..., M) the mechanisms in use
 
 # %% ../nbs/10_aim.ipynb #5a7f7e76
-def whole_mask(
-    mask,  # (M,) or (..., M) bool
-    shape,  # (..., M), that of the scores
-):
-    "A mask that was made elsewhere, in the shape of the scores."
+def _expand_mask(mask, shape):
+    "A mask (M,) or (..., M) that was made elsewhere, in the shape (..., M) of the scores."
     if mask.ndim > len(shape) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1])):
         raise AimError(f"A mask of shape {tuple(mask.shape)} does not fit scores of shape {tuple(shape)}.")
     return mask.expand(shape)
 
-# %% ../nbs/10_aim.ipynb #a0ab15cd
+
 def top_mask(
     score,  # (..., M)
-    K,
-    l=0,  # how many are used; how many more were in the running
+    K,  # how many mechanisms are used
+    l=0,  # how many more were in the running
     ranks=None,  # (K,) or (..., K) positions among the best K + l; or bools (M,) or (..., M), the mask itself
 ):
     "The `K` best mechanisms of each row, or those at `ranks` of the best `K + l`, as a mask (..., M)."
-    if ranks is not None and ranks.dtype == torch.bool:
-        return whole_mask(ranks, score.shape)
-    idx = score.topk(K + l if ranks is not None else K, -1).indices
-    if ranks is not None:
-        idx = idx.gather(-1, ranks.expand(*idx.shape[:-1], K))
-    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, idx, True)
+    if ranks is None:
+        chosen = score.topk(K, -1).indices
+    elif ranks.dtype == torch.bool:
+        return _expand_mask(ranks, score.shape)
+    else:
+        running = score.topk(K + l, -1).indices
+        chosen = running.gather(-1, ranks.expand(*running.shape[:-1], K))
+    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, chosen, True)
 
 # %% ../nbs/10_aim.ipynb #b54b5929
 def random_ranks(
@@ -120,9 +119,13 @@ def random_masks(
 # %% ../nbs/10_aim.ipynb #ef9cf68a
 def chosen_pairs(
     mask,  # (B, M) bool
+    K=None,  # how many each row has in use; None: they are counted
 ) -> tuple:
     "The pairs in use, sorted by mechanism: rows (n,), mechanisms (n,), and where each mechanism's pairs end, (M,) int32."
-    mech, rows = mask.t().nonzero(as_tuple=True)
+    if K is None:
+        mech, rows = mask.t().nonzero(as_tuple=True)
+    else:
+        mech, rows = torch.nonzero_static(mask.t(), size=K * len(mask)).unbind(1)
     return rows, mech, mask.sum(0).cumsum(0, dtype=torch.int32)
 
 # %% ../nbs/10_aim.ipynb #5f388466
@@ -156,12 +159,13 @@ def mix(
     W,  # (M, D, V)
     w,  # (B, M) weights
     mask,  # (B, M) bool, the mechanisms in use
+    K=None,  # how many a row uses, where that is known
 ):
     "The sum over the mechanisms in use of w_bm z_b W_m, (B, V)."
     if not can_group(z, W, w):
         weighted = (w * mask)[:, :, None] * z[:, None]
         return weighted.flatten(1) @ W.flatten(0, 1)
-    rows, mech, ends = chosen_pairs(mask)
+    rows, mech, ends = chosen_pairs(mask, K)
     products = F.grouped_mm(z[rows], W, offs=ends)
     return z.new_zeros(len(z), W.shape[2]).index_add(0, rows, products * w[rows, mech, None])
 
@@ -183,7 +187,7 @@ def check_sizes(**sizes):
             raise AimError(f"{name}={n!r} should be a whole number of at least 1.")
 
 
-def check_input(z, d_in, dtype):
+def _check_input(z, d_in, dtype):
     "Refuse what is not a floating-point tensor (..., d_in) of the layer's own dtype."
     if not torch.is_tensor(z) or not z.is_floating_point():
         raise AimError(
@@ -223,7 +227,7 @@ def check_choices(M, K, l, gate, decision, select, mask="attended"):
         check_soft(gate, mask)
 
 
-def normal(*shape, sd=1.0, generator=None):
+def _normal(*shape, sd=1.0, generator=None):
     "A parameter drawn from N(0, sd^2)."
     device = None if generator is None else generator.device
     return nn.Parameter(torch.randn(*shape, generator=generator, device=device) * sd)
@@ -276,10 +280,10 @@ class AIM(Layer):
         self.decision = decision
         self.select = select
         self.mask = mask
-        self.h = normal(M, d_h, generator=generator)
-        self.W_Q = normal(M, d_h, d_k, sd=math.sqrt(2 / d_h), generator=generator)
-        self.W_K = normal(d_in, d_k, sd=math.sqrt(2 / d_in), generator=generator)
-        self.W_M = normal(M, d_in, d_out, sd=math.sqrt(2 / d_in), generator=generator)
+        self.h = _normal(M, d_h, generator=generator)
+        self.W_Q = _normal(M, d_h, d_k, sd=math.sqrt(2 / d_h), generator=generator)
+        self.W_K = _normal(d_in, d_k, sd=math.sqrt(2 / d_in), generator=generator)
+        self.W_M = _normal(M, d_in, d_out, sd=math.sqrt(2 / d_in), generator=generator)
         self.b_K = nn.Parameter(torch.zeros_like(self.W_K[0])) if gate == "raw" else None
         self.register_buffer("fixed", None)
         if mask == "fixed":
@@ -299,14 +303,13 @@ class AIM(Layer):
 
     def choose(self, a, ranks=None):
         "The mask (..., M) of the mechanisms in use, given scores (..., M); a boolean `ranks` is the mask itself."
-        if ranks is None or ranks.dtype != torch.bool:
-            if self.decision == "soft":
-                return a > 0.5
-            if self.mask == "fixed":
-                ranks = self.fixed
-            if self.mask == "random":
-                raise AimError("mask='random' draws by image: pass the rows' masks as ranks=.")
-        return top_mask(a, self.K, self.l, ranks)
+        if ranks is not None and ranks.dtype == torch.bool:
+            return top_mask(a, self.K, self.l, ranks)
+        if self.decision == "soft":
+            return a > 0.5
+        if self.mask == "random":
+            raise AimError("mask='random' draws by image: pass the rows' masks as ranks=.")
+        return top_mask(a, self.K, self.l, self.fixed if self.mask == "fixed" else ranks)
 
     def attention(self, z, ranks=None):
         "Scores and mask for every row."
@@ -332,15 +335,16 @@ class AIM(Layer):
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self.forward(z.to(self.h.dtype), ranks, generator, return_attention)
-        check_input(z, self.d_in, self.h.dtype)
+        _check_input(z, self.d_in, self.h.dtype)
         x = z.reshape(-1, self.d_in)
+        K = self.K if ranks is None and self.mask == "attended" and self.decision == "hard" else None
         if ranks is None:
             ranks = self.draw_ranks(generator, x.shape[0])
         elif ranks.dtype == torch.bool:
-            ranks = whole_mask(ranks, (*z.shape[:-1], self.M)).reshape(-1, self.M)
+            ranks = _expand_mask(ranks, (*z.shape[:-1], self.M)).reshape(-1, self.M)
 
         score, mask = self.attention(x, ranks)
-        y = mix(x, self.W_M, score, mask)
+        y = mix(x, self.W_M, score, mask, K)
         if self.gate == "raw":
             y = unit(y)[0]
 
@@ -375,10 +379,10 @@ class LinearTwin(Layer):
         check_sizes(d_in=d_in, d_out=d_out)
         self.d_in = d_in
         self.d_out = d_out
-        self.W = normal(d_in, d_out, sd=math.sqrt(2 / d_in), generator=generator)
+        self.W = _normal(d_in, d_out, sd=math.sqrt(2 / d_in), generator=generator)
 
     def forward(self, z, ranks=None, generator=None):
-        check_input(z, self.d_in, self.W.dtype)
+        _check_input(z, self.d_in, self.W.dtype)
         return z @ self.W
 
     def extra_repr(self):
