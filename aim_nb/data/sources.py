@@ -70,7 +70,7 @@ def _unzip(z, member):
         return f.read(max(member.file_size, 1))
 
 
-def _untar(stream, start, size):
+def _read_part(stream, start, size):
     stream.seek(start)
     return stream.read(size)
 
@@ -91,7 +91,7 @@ def _members(path, stack):
         while (header := stream.read(512)) != bytes(512):
             m = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
             start = stream.tell()
-            yield m.name, m.size, functools.partial(_untar, stream, start, m.size) if m.isreg() else None
+            yield m.name, m.size, functools.partial(_read_part, stream, start, m.size) if m.isreg() else None
             stream.seek(start + -(-m.size // 512) * 512)
 
 # %% ../../nbs/04_sources.ipynb #00fb4e19
@@ -145,16 +145,23 @@ def decode(
         return im.convert(mode)
 
 # %% ../../nbs/04_sources.ipynb #de8fecfb
-def _raw(data):
+def _as_bytes(data):
     "Bytes, which Python 2 wrote as text."
     return data.encode("latin1") if isinstance(data, str) else data
 
 
-def _filled(raw, dtype, shape, order):
-    array = np.frombuffer(_raw(raw), dtype.value).reshape(shape, order=order)
+def _make_array(data, dtype, shape, order):
+    array = np.frombuffer(_as_bytes(data), dtype.value).reshape(shape, order=order)
     if max(array.shape, default=0) > max(array.nbytes, 1000):
         raise AimError(f"holds an empty array of shape {array.shape}: refused.")
     return array
+
+
+def _make_dtype(code, *_):
+    dtype = np.dtype(_as_bytes(code)[:16].decode())
+    if dtype.kind not in "biufSU":
+        raise AimError(f"holds an array of type {dtype}, which is not plain data: refused.")
+    return _Numpy(dtype)
 
 
 @dataclass
@@ -165,44 +172,27 @@ class _Numpy:
 
     def fill(self, state):
         if isinstance(self.value, np.dtype):
-            self.value = self.value.newbyteorder(_raw(state[1]).decode())
+            self.value = self.value.newbyteorder(_as_bytes(state[1]).decode())
         elif self.value is None:
-            _, shape, dtype, fortran, raw = state
-            self.value = _filled(raw, dtype, shape, "F" if fortran else "C")
-
-
-def _dtype(code, *_):
-    dtype = np.dtype(_raw(code)[:16].decode())
-    if dtype.kind not in "biufSU":
-        raise AimError(f"holds an array of type {dtype}, which is not plain data: refused.")
-    return _Numpy(dtype)
+            _, shape, dtype, fortran, data = state
+            self.value = _make_array(data, dtype, shape, "F" if fortran else "C")
 
 # %% ../../nbs/04_sources.ipynb #0e7581ae
 _ALLOWED = {
-    "numpy dtype": _dtype,
+    "numpy dtype": _make_dtype,
     "numpy ndarray": "the type of the array to come",
-    "_codecs encode": lambda text, codec: _raw(text),
+    "_codecs encode": lambda text, codec: _as_bytes(text),
     "__builtin__ bytes": lambda: b"",  # as Python 3 writes empty bytes for Python 2
     "collections OrderedDict": lambda: {},
-} | {
-    f"numpy.{core}.{name}": f
-    for core in ("core", "_core")
-    for name, f in (
-        ("multiarray _reconstruct", lambda *_: _Numpy()),
-        ("multiarray scalar", lambda dtype, raw: _filled(raw, dtype, -1, "C")[0]),
-        ("numeric _frombuffer", _filled),
-    )
 }
-
-
-def _allowed(name):
-    if name not in _ALLOWED:
-        raise AimError(f"asks for {name.replace(' ', '.')}, which is not data: refused, nothing was run.")
-    return _ALLOWED[name]
+for _module in ("numpy.core", "numpy._core"):
+    _ALLOWED[f"{_module}.multiarray _reconstruct"] = lambda *_: _Numpy()
+    _ALLOWED[f"{_module}.multiarray scalar"] = lambda dtype, data: _make_array(data, dtype, -1, "C")[0]
+    _ALLOWED[f"{_module}.numeric _frombuffer"] = _make_array
 
 # %% ../../nbs/04_sources.ipynb #849347a7
-def _recalled(value):
-    "A value that the pickle has remembered and uses again."
+def _check_recalled(value):
+    "Refuse to use a large value again."
     is_dtype = isinstance(value, _Numpy) and isinstance(value.value, np.dtype)
     is_name = isinstance(value, (str, bytes)) and len(value) <= 256
     if not (is_dtype or is_name or callable(value) or isinstance(value, (int, float, np.number))):
@@ -227,18 +217,13 @@ _TAKES_SINCE_MARK = {"LIST", "DICT", "TUPLE", "APPENDS", "SETITEMS"}
 _CONSTANTS = dict(NONE=None, NEWTRUE=True, NEWFALSE=False)
 
 
-def _instructions(data):
-    "Names and arguments, up to as many as a dataset can need."
-    for count, (instruction, arg, _) in enumerate(pickletools.genops(data)):
-        if count > BIG["instructions"]:
-            raise AimError("has more instructions than any dataset needs: refused.")
-        yield instruction.name, arg
-
-# %% ../../nbs/04_sources.ipynb #04b59df7
 def _follow(data):
     "The value that the instructions of a pickle build."
     stack, marks, memo = [], [], {}
-    for name, arg in _instructions(data):
+    for count, (instruction, arg, _) in enumerate(pickletools.genops(data)):
+        if count > BIG["instructions"]:
+            raise AimError("has more instructions than any dataset needs: refused.")
+        name = instruction.name
         start = marks.pop() if name in _TAKES_SINCE_MARK else len(stack) - _TAKES.get(name, 0)
         items = stack[start:]
         del stack[start:]
@@ -248,7 +233,7 @@ def _follow(data):
             case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
                 memo[len(memo) if arg is None else arg] = stack[-1]
             case "GET" | "BINGET" | "LONG_BINGET":
-                stack.append(_recalled(memo[arg]))
+                stack.append(_check_recalled(memo[arg]))
             case "EMPTY_LIST" | "LIST":
                 stack.append(list(map(_plain, items)))
             case "APPEND" | "APPENDS":
@@ -260,7 +245,10 @@ def _follow(data):
             case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
                 stack.append(tuple(items))
             case "GLOBAL" | "STACK_GLOBAL":
-                stack.append(_allowed(arg or " ".join(items)))
+                asked = arg or " ".join(items)
+                if asked not in _ALLOWED:
+                    raise AimError(f"asks for {asked.replace(' ', '.')}, which is not data: refused, nothing was run.")
+                stack.append(_ALLOWED[asked])
             case "REDUCE":
                 stack.append(items[0](*items[1]))
             case "BUILD":
@@ -296,7 +284,7 @@ EXPECT = {
 }
 
 
-def _all_equal(what, found, expected, where):
+def _check_equal(what, found, expected, where):
     "Refuse content that differs from the published dataset."
     if found != expected:
         expected, found = (textwrap.shorten(str(v), 60, placeholder="...") for v in (expected, found))
@@ -305,14 +293,14 @@ def _all_equal(what, found, expected, where):
         )
 
 
-def _counts(what, counts, expected, where):
+def _check_counts(what, counts, expected, where):
     "Refuse a class with another number of images."
     for name, n in counts.items():
-        _all_equal(f"the number of {what} of class {name}", n, expected, where)
+        _check_equal(f"the number of {what} of class {name}", n, expected, where)
 
 
-def _tail(counts, share):
-    "0 / 1 for each image: of each class, the last `share` of them are test images."
+def _last_are_test(counts, share):
+    "(N,) 0 or 1 for each image: of each class, the last `share` are test images."
     return np.concatenate([np.arange(n) >= n - int(n * share) for n in counts]).astype(np.uint8)
 
 # %% ../../nbs/04_sources.ipynb #4b560729
@@ -403,7 +391,7 @@ FORMS = {
 FORMS["cifar-fs"] = FORMS["cifar100"]
 
 # %% ../../nbs/04_sources.ipynb #3c5e2950
-def _there(root, pattern):
+def _existing(root, pattern):
     "The path that `X[.ext]` stands for: X.ext, else X, else None."
     stem, _, ext = pattern.rstrip("]").partition("[")
     return next((root / p for p in (stem + ext, stem) if (root / p).exists()), None)
@@ -415,7 +403,7 @@ def find_source(
 ) -> tuple | None:
     "(form, paths) of the first form that is complete, else None."
     for form, files in FORMS[name].items():
-        paths = [_there(data_root(root), f) for f in files]
+        paths = [_existing(data_root(root), f) for f in files]
         if all(paths):
             return form, paths
 
@@ -433,7 +421,7 @@ def _characters(files, where):
 def _drawing(where, read, side):
     with file_errors(where):
         im = decode(read(), where, "L")
-    _all_equal("the size of a drawing", im.size, (side, side), where)
+    _check_equal("the size of a drawing", im.size, (side, side), where)
     return np.asarray(im.resize((28, 28), _LANCZOS))[..., None]
 
 # %% ../../nbs/04_sources.ipynb #44d6fef2
@@ -443,10 +431,10 @@ def _read_omniglot(root, form, paths, stack) -> dict:
     characters = {}
     for path in paths:
         found = _characters(stack.enter_context(open_files(path)), path)
-        _all_equal("the number of characters", len(found), want[path.name.removesuffix(".zip")], path)
-        _counts("drawings", {name: len(drawings) for name, drawings in found.items()}, want["each"], path)
+        _check_equal("the number of characters", len(found), want[path.name.removesuffix(".zip")], path)
+        _check_counts("drawings", {name: len(drawings) for name, drawings in found.items()}, want["each"], path)
         characters |= found
-    _all_equal("the key of the class names", content_key(list(characters)), want["names"], paths[0].parent)
+    _check_equal("the key of the class names", content_key(list(characters)), want["names"], paths[0].parent)
     n = len(characters)
     test = want["images_background"]  # the first class of each split
     val = test - want["val"]
@@ -454,7 +442,7 @@ def _read_omniglot(root, form, paths, stack) -> dict:
         images=(np.stack([_drawing(*d, want["side"]) for d in drawings]) for drawings in characters.values()),
         class_names=list(characters),
         labels=np.repeat(np.arange(n), want["each"]),
-        split=_tail([want["each"]] * n, 1 / 4),
+        split=_last_are_test([want["each"]] * n, 1 / 4),
         image_split="of each class the last 5 of 20 drawings are test images",
         splits=dict(train=range(val), val=range(val, test), test=range(test, n)),
         checksum=_checksums("omniglot", root, paths),
@@ -469,9 +457,9 @@ def _cifar_part(files, part, names, where):
         d = read_pickle(files[part](), where)
         data = np.asarray(d["data"])
         labels = np.asarray(d["fine_labels"], np.int64)
-    _all_equal("the shape of the data", (data.dtype.name, *data.shape), ("uint8", len(names) * each, 3072), where)
-    _all_equal("the number of labels", len(labels), len(data), where)
-    _counts(f"{part} images", {name: int((labels == i).sum()) for i, name in enumerate(names)}, each, where)
+    _check_equal("the shape of the data", (data.dtype.name, *data.shape), ("uint8", len(names) * each, 3072), where)
+    _check_equal("the number of labels", len(labels), len(data), where)
+    _check_counts(f"{part} images", {name: int((labels == i).sum()) for i, name in enumerate(names)}, each, where)
     return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 # %% ../../nbs/04_sources.ipynb #d0dce46d
@@ -484,7 +472,7 @@ def _read_cifar100(root, form, paths, stack) -> dict:
             raise AimError(f"{path} lacks the file {part!r}; get the CIFAR-100 python archive again.")
     with file_errors(f"{path}: meta"):
         names = [str(n) for n in read_pickle(files["meta"](), f"{path}: meta")["fine_label_names"]]
-    _all_equal("the class names", names, sorted(sum(class_split("cifar-fs").values(), [])), path)
+    _check_equal("the class names", names, sorted(sum(class_split("cifar-fs").values(), [])), path)
     train, train_labels = _cifar_part(files, "train", names, path)
     test, test_labels = _cifar_part(files, "test", names, path)
     images = np.concatenate([train, test])
@@ -502,6 +490,10 @@ def _read_cifar100(root, form, paths, stack) -> dict:
     )
 
 # %% ../../nbs/04_sources.ipynb #ec0f89ab
+def _check_classes(found, part, where):
+    _check_equal(f"the {part} classes", sorted(found), sorted(class_split("mini-imagenet")[part]), where)
+
+
 def _mini_cache(path, part):
     "Class name -> (all images of the part, its rows), from `image_data` and `class_dict`."
     d = read_pickle(_read_file(path), path)
@@ -532,10 +524,6 @@ def _mini_files(path, part):
             classes.setdefault(row["label"], []).append(path.with_name("images") / file)
     return classes
 
-
-def _check_classes(found, part, where):
-    _all_equal(f"the {part} classes", sorted(found), sorted(class_split("mini-imagenet")[part]), where)
-
 # %% ../../nbs/04_sources.ipynb #a9402835
 def _mini_images(source, side, where):
     "(600, 84, 84, 3) uint8: the images of one class, from files or from rows of an array."
@@ -545,29 +533,29 @@ def _mini_images(source, side, where):
     images, rows = source
     with file_errors(where):
         kind = (images.dtype.name, *images.shape[1:])
-    _all_equal("the type and shape of the images", kind, ("uint8", side, side, 3), where)
+    _check_equal("the type and shape of the images", kind, ("uint8", side, side, 3), where)
     with file_errors(where):
         return images[np.asarray(rows, np.int64)]
 
 
 def _read_mini_imagenet(root, form, paths, stack) -> dict:
     "mini-ImageNet from any of the three forms."
-    readers = dict(zip(FORMS["mini-imagenet"], (_mini_cache, _mini_category, _mini_files)))
+    read = dict(zip(FORMS["mini-imagenet"], (_mini_cache, _mini_category, _mini_files)))[form]
     want = EXPECT["mini-imagenet"]
     where = paths[0].parent
     classes = {}
     for part, path in zip(PARTS, paths[-3:]):
         with file_errors(path):
-            found = readers[form](path, part)
+            found = read(path, part)
             _check_classes(found, part, where)
             counts = {name: len(source if isinstance(source, list) else source[1]) for name, source in found.items()}
-        _counts("images", counts, want["each"], where)
+        _check_counts("images", counts, want["each"], where)
         classes |= found
     names = sorted(classes)
     return dict(
         images=(_mini_images(classes[c], want["side"], where) for c in names),
         labels=np.repeat(np.arange(len(names)), want["each"]),
-        split=_tail([want["each"]] * len(names), 1 / 10),
+        split=_last_are_test([want["each"]] * len(names), 1 / 10),
         class_names=names,
         splits={part: [names.index(c) for c in cs] for part, cs in class_split("mini-imagenet").items()},
         image_split="of each class the last 60 of 600 images are test images",
@@ -633,7 +621,7 @@ def read_folder(name) -> dict:
     return dict(
         images=(np.stack([_square(f, side) for f in files[key]]) for key in keys),
         labels=np.repeat(np.arange(len(keys)), counts),
-        split=_tail(counts, 1 / 4),
+        split=_last_are_test(counts, 1 / 4),
         class_names=names,
         splits={part: [i for i, key in enumerate(keys) if key[0] == part] for part in PARTS},
         image_split="of each class the last quarter are test images",
