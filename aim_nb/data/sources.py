@@ -32,8 +32,8 @@ from ..paper import class_split
 from .files import PARTS, disk_errors, file_errors
 
 # %% auto #0
-__all__ = ['BIG', 'EXPECT', 'FORMS', 'READERS', 'open_files', 'decode', 'read_pickle', 'import_torchvision', 'official', 'fetch',
-           'find_source', 'folder_pictures', 'read_folder']
+__all__ = ['BIG', 'EXPECT', 'FORMS', 'READERS', 'check_file', 'open_files', 'decode', 'read_pickle', 'import_torchvision',
+           'official', 'fetch', 'find_source', 'folder_pictures', 'read_folder']
 
 # %% ../../nbs/04_sources.ipynb #b3338359
 BIG = dict(  # far above any dataset here, far below what would hurt
@@ -47,7 +47,7 @@ BIG = dict(  # far above any dataset here, far below what would hurt
 )
 
 
-def _check_file(path, most):
+def check_file(path, most):
     "Refuse a file that is larger than `most` bytes, and a pipe or a device, which might be read for ever."
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
@@ -58,7 +58,7 @@ def _check_file(path, most):
 
 def _read_file(path):
     with file_errors(path):
-        _check_file(path, BIG["file"])
+        check_file(path, BIG["file"])
         return path.read_bytes()
 
 # %% ../../nbs/04_sources.ipynb #8b5e0ef7
@@ -81,12 +81,12 @@ def _members(path, stack):
         for file in sorted(p for p in path.rglob("*") if p.is_file()):
             yield file.relative_to(path).as_posix(), file.stat().st_size, file.read_bytes
     elif path.suffix == ".zip":
-        _check_file(path, BIG["zip"])
+        check_file(path, BIG["zip"])
         z = stack.enter_context(zipfile.ZipFile(path))
         for m in z.infolist():
             yield m.filename, m.file_size, None if m.is_dir() else functools.partial(_unzip, z, m)
     else:
-        _check_file(path, BIG["file"])
+        check_file(path, BIG["file"])
         stream = stack.enter_context(gzip.open(path))
         while (header := stream.read(512)) != bytes(512):
             m = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
@@ -597,7 +597,7 @@ def folder_pictures(
                 for file in files:
                     if file.is_symlink():
                         check_inside(file)
-                    _check_file(file, BIG["file"])
+                    check_file(file, BIG["file"])
                 if files:
                     classes[part, folder.name] = files
             if part not in [p for p, _ in classes]:
