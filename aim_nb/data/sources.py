@@ -14,11 +14,11 @@ import io
 import os
 import pickletools
 import re
-import shutil
 import socket
 import stat
 import sys
 import tarfile
+import tempfile
 import textwrap
 import warnings
 import zipfile
@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from ..core import AimError, atomic_dir, content_key, data_root
+from ..core import AimError, content_key, data_root
 from ..paper import class_split
 from .files import PARTS, disk_errors, file_errors
 
@@ -367,12 +367,11 @@ def fetch(url, path, md5):
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(30)  # torchvision sets none and would wait for ever
     try:
-        with atomic_dir(path.parent / f".{path.name}.ready") as tmp:
-            download_url(url, str(tmp), path.name, md5)
-        os.replace(path.parent / f".{path.name}.ready" / path.name, path)
+        with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=path.parent) as folder:
+            download_url(url, folder, path.name, md5)
+            os.replace(Path(folder) / path.name, path)
     finally:
         socket.setdefaulttimeout(before)
-        shutil.rmtree(path.parent / f".{path.name}.ready", ignore_errors=True)
 
 # %% ../../nbs/04_sources.ipynb #42e64fba
 FORMS = {
@@ -570,6 +569,12 @@ def _is_picture(file):
     return file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
 
 
+def _check_inside(place, path):
+    "Refuse a link that leads out of the folder `path`."
+    if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
+        raise AimError(f"{place} is a link out of {path}: refused; copy the pictures into the folder.")
+
+
 def folder_pictures(
     name,  # folder:PATH or folder:PATH@SIZE
 ) -> tuple:
@@ -581,26 +586,21 @@ def folder_pictures(
     side = int(m[2] or 84)
     if not 8 <= side <= 512:
         raise AimError(f"folder images of {side} pixels are not supported; choose 8 to 512, such as folder:PATH@84.")
-
-    def check_inside(place):
-        if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
-            raise AimError(f"{place} is a link out of {path}: refused; copy the pictures into the folder.")
-
     classes = {}
     with disk_errors(path):
         for part in PARTS:
             if not (path / part).is_dir():
                 raise AimError(f"{path} has no folder {part!r}; it needs train/CLASS/, val/CLASS/ and test/CLASS/.")
             for folder in sorted(p for p in (path / part).iterdir() if p.is_dir()):
-                check_inside(folder)
+                _check_inside(folder, path)
                 files = sorted(filter(_is_picture, folder.iterdir()))
                 for file in files:
                     if file.is_symlink():
-                        check_inside(file)
+                        _check_inside(file, path)
                     check_file(file, BIG["file"])
                 if files:
                     classes[part, folder.name] = files
-            if part not in [p for p, _ in classes]:
+            if not any(split == part for split, _ in classes):
                 raise AimError(f"{path / part} holds no pictures; put them into {part}/CLASS/ as .png or .jpg.")
     return path, side, classes
 
@@ -612,18 +612,18 @@ def _square(file, side):
 def read_folder(name) -> dict:
     "Anyone's own images."
     path, side, files = folder_pictures(name)
-    keys = sorted(files, key=lambda key: key[::-1])  # by class
-    names = [name for _, name in keys]
-    for before, name in zip(names, names[1:]):
-        if name == before:
+    classes = {}  # name -> (split, files)
+    for (part, name), pictures in sorted(files.items(), key=lambda item: item[0][1]):
+        if name in classes:
             raise AimError(f"{path}: class {name!r} stands in two of train/ val/ test/; classes must be disjoint.")
-    counts = [len(files[key]) for key in keys]
+        classes[name] = part, pictures
+    counts = [len(pictures) for _, pictures in classes.values()]
     return dict(
-        images=(np.stack([_square(f, side) for f in files[key]]) for key in keys),
-        labels=np.repeat(np.arange(len(keys)), counts),
+        images=(np.stack([_square(f, side) for f in pictures]) for _, pictures in classes.values()),
+        labels=np.repeat(np.arange(len(classes)), counts),
         split=_last_are_test(counts, 1 / 4),
-        class_names=names,
-        splits={part: [i for i, key in enumerate(keys) if key[0] == part] for part in PARTS},
+        class_names=list(classes),
+        splits={part: [i for i, (own, _) in enumerate(classes.values()) if own == part] for part in PARTS},
         image_split="of each class the last quarter are test images",
         checksum="Own images.",
         source=f"pictures below {path}",
