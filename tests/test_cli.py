@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
-from aim_nb import cli, config, core
+from aim_nb import cli, config
 from aim_nb.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent

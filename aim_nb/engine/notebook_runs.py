@@ -277,7 +277,7 @@ def run_notebook(
     out,  # where it goes when executed
     values,  # parameters that differ from the defaults
 ):
-    "The notebook at `path`, executed. What fails in it is raised as `AimError` or `NotebookFailure`, the notebook kept as far as it came."
+    "The notebook at `path`, executed; what fails in it is raised as `AimError` or `NotebookFailure`, and `out` is as far as it came."
     need_papermill()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -285,18 +285,17 @@ def run_notebook(
     except OSError as e:
         raise AimError(f"{out} cannot be written ({e.strerror or e}); set AIM_RUNS to a place that can.") from e
     except Exception as e:
-        kept = f"; the notebook as far as it came is {shorten(out)}"
         if type(e).__name__ == "DeadKernelError":
             raise NotebookFailure(
                 "the kernel died, most often for want of memory: look at `free -h` while it runs and at the system's log "
-                f"(`dmesg | tail`). Checkpoints are kept, run the same command again to resume{kept}"
+                "(`dmesg | tail`). Checkpoints are kept: run the same command again to resume."
             ) from e
         kind = getattr(e, "ename", type(e).__name__)
         text = getattr(e, "evalue", str(e)).strip() or "no message"
         if kind == "AimError":
             raise AimError(text) from e
         where = f" in cell [{e.exec_count}]" if hasattr(e, "exec_count") else ""
-        raise NotebookFailure(f"{kind}{where}: {text.splitlines()[0]}{kept}") from e
+        raise NotebookFailure(f"{kind}{where}: {text.splitlines()[0]}") from e
 
 # %% ../../nbs/69_notebook_runs.ipynb #039d4c54
 def summary(

@@ -12,7 +12,17 @@ from typing import NamedTuple
 from ..aim import check_choices, check_sizes
 from ..backbones import check_precision
 from ..config import CONTINUAL_METHODS, SWITCHES, Budget, Protocol, budget, parse_switches, preset, preset_size
-from ..core import AimError, check_choice, content_key, did_you_mean, numbers, pick_device, project_root, read_seeds, words
+from aim_nb.core import (
+    AimError,
+    check_choice,
+    content_key,
+    did_you_mean,
+    numbers,
+    pick_device,
+    project_root,
+    read_seeds,
+    words,
+)
 from ..data.banks import bank_dir, open_bank
 from ..data.files import PARTS
 from ..data.sources import folder_pictures
@@ -21,7 +31,6 @@ from . import train_continual, train_fewshot
 from .checkpoints import Checkpoints
 from aim_nb.engine.notebook_runs import (
     WANTED,
-    check_data,
     check_values,
     find_notebook,
     parameters_of,
@@ -203,7 +212,9 @@ def check_run(run):
     if layer and layer != "unit":  # a linear layer takes its size from AIM's
         l = 0 if protocol.decision == "soft" or protocol.mask != "attended" else s["l"]
         check_sizes(K=s["K"])
-        check_choices(M, s["K"], l, protocol.gate, protocol.decision.removesuffix("-test"), protocol.select, protocol.mask)
+        check_choices(
+            M, s["K"], l, protocol.gate, protocol.decision.removesuffix("-test"), protocol.select, protocol.mask
+        )
     return run
 
 
