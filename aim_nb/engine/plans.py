@@ -491,25 +491,19 @@ def where_from(
 ) -> str:
     "Say which of these runs are read from records and which are computed here; notebooks print it before their results."
     task = next(task for task, known in FUNCTIONS.items() if known is function)
-    runs = [Run(task, dict(s)) for s in settings]
-    n = plural(len(runs), "run")
+    runs = [Run(task, arguments) for arguments in settings]
     if os.environ.get("AIM_FRESH", "") not in ("", "0"):
-        return f"{n}, computed here (--fresh)"
-    keys = {record_key(run_identity(run, bank_of(run).sha)) for run in runs}
-    recorded = {}
-    for folder in (kept_dir(), records_dir()):  # a record of one's own goes before a kept one
-        for record in read_records(folder):
-            if record["key"] in keys:
-                recorded[record["key"]] = record, folder
+        return f"{plural(len(runs), 'run')}, computed here (--fresh)"
+    items = {item.key: item for item in survey(runs, build=True)}
+    n = plural(len(items), "run")
+    own = {record["key"]: record for record in read_records(records_dir()) if record["key"] in items}
+    kept = {record["key"]: record for record in read_records(kept_dir()) if record["key"] in items.keys() - own.keys()}
     lines = []
-    places = {kept_dir(): "results/", records_dir(): "$AIM_RUNS" if os.environ.get("AIM_RUNS") else "runs/"}
-    for folder, place in places.items():
-        if found := [record for record, where in recorded.values() if where == folder]:
-            lines.append(f"{len(found)} of {plural(len(keys), 'run')} read from {place}, {_made(found)}")
-    if recorded:
+    for place, records in (("results/", kept), ("$AIM_RUNS" if os.environ.get("AIM_RUNS") else "runs/", own)):
+        if records:
+            lines.append(f"{len(records)} of {n} read from {place}, {_made(records.values())}")
+    if lines:
         lines[-1] += "; --fresh (AIM_FRESH=1) computes them here"
-    if len(recorded) < len(keys):
-        todo = [i for i in survey(runs) if i.key in keys - set(recorded)]
-        todo = list({i.key: i for i in todo}.values())
-        lines.append("; ".join([f"{len(todo)} of {plural(len(keys), 'run')} computed here", *time_left(todo)]))
+    if todo := [item for item in items.values() if item.state != "done"]:
+        lines.append("; ".join([f"{len(todo)} of {n} computed here", *time_left(todo)]))
     return "\n".join(lines)
