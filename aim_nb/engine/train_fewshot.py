@@ -17,7 +17,16 @@ from ..config import Budget, FEWSHOT_METHODS, Protocol
 from ..config import budget as named_budget
 from .evaluate import evaluate, pack_hits
 from ..kernels.episodes import fast_training_step
-from .loop import load_best, load_module, log_path, module_tensors, read_log, read_uses, run_loop, wants_fresh
+from aim_nb.engine.loop import (
+    load_best,
+    load_module,
+    log_path,
+    module_tensors,
+    read_log,
+    read_uses,
+    run_loop,
+    wants_fresh,
+)
 from ..paper import hyper
 from .pretrain import feature_bank, features_from_arrays, pretrained_backbone
 from .records import find_record, new_record, save_record
@@ -298,7 +307,8 @@ class FewshotResult(NamedTuple):
 
 def score_last_and_best(trainee, history, checkpoints, episodes, decision=None) -> dict:
     "Test the last and the best weights; leaves the best ones in place."
-    last, best = trainee.score("test", episodes, decision), None
+    last = trainee.score("test", episodes, decision)
+    best = None
     if history.best_step != history.last["step"]:
         if checkpoints:
             load_best(trainee, history, checkpoints)
