@@ -4,7 +4,6 @@
 
 # %% ../nbs/82_reference.ipynb #946ac378
 from __future__ import annotations
-import copy
 import math
 import torch
 from torch import nn
@@ -12,8 +11,8 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 # %% auto #0
-__all__ = ['PlainAIM', 'copy_weights', 'PlainSIB', 'labels', 'PlainFewshot', 'PlainLinear', 'plain_episode', 'plain_convs',
-           'PlainTail', 'PlainOML', 'PlainANML', 'plain_inner', 'plain_outer', 'plain_metatest']
+__all__ = ['PlainAIM', 'copy_weights', 'plain_convs', 'PlainTail', 'PlainOML', 'PlainANML', 'plain_inner', 'plain_outer',
+           'plain_metatest']
 
 # %% ../nbs/82_reference.ipynb #239f526a
 class PlainAIM(nn.Module):
@@ -58,115 +57,6 @@ def copy_weights(
     for s, d in zip(a, dst.parameters()):
         d.copy_(s)
     return dst
-
-# %% ../nbs/82_reference.ipynb #a6d4f200
-class PlainSIB(nn.Module):
-    "Cosine classifier whose class vectors take synthetic gradient steps."
-
-    def __init__(self, d, n_way=5, steps=3, eps=1e-3):
-        super().__init__()
-        self.n_way, self.steps, self.eps, H = n_way, steps, eps, 8 * n_way
-        self.w, self.scale, self.bias = (nn.Parameter(torch.tensor(v)) for v in ([1.0] * d, 10.0, 0.0))
-        self.dni = nn.Sequential(
-            nn.Linear(n_way, H),
-            nn.ReLU(),
-            nn.BatchNorm1d(H),
-            nn.Linear(H, H),
-            nn.ReLU(),
-            nn.BatchNorm1d(H),
-            nn.Linear(H, n_way),
-        )
-
-    def scores(self, theta, Q):
-        return self.scale * (F.normalize(Q, dim=-1) @ F.normalize(theta, dim=-1).T + self.bias)
-
-    def forward(self, S, Q):  # (n, d) support class by class, (q, d) queries
-        theta = self.w * F.normalize(S, dim=-1).unflatten(0, (self.n_way, -1)).mean(1)
-        for _ in range(self.steps):
-            s = self.scores(theta, Q)
-            (slope,) = torch.autograd.grad(s, theta, self.dni(s), create_graph=True)
-            theta = theta - self.eps * slope
-        return self.scores(theta, Q)
-
-# %% ../nbs/82_reference.ipynb #c995b8fc
-def labels(n_way, each):
-    "0, 0, ..., 1, 1, ...: rows come class by class."
-    return torch.arange(n_way).repeat_interleave(each)
-
-# %% ../nbs/82_reference.ipynb #897620a0
-class PlainFewshot:
-    "Few-shot training as the release does it."
-
-    def __init__(
-        self,
-        layer,
-        head,  # PlainAIM | PlainLinear | None; PlainSIB
-        rates,  # nu_in, nu_out, nu_sib, momentum, decay
-        n_shot=1,
-    ):
-        nu_in, nu_out, nu_sib, momentum, decay = rates
-        self.layer, self.head, self.n = layer, head, head.n_way * n_shot
-        sgd = torch.optim.SGD
-        self.inner, self.outer = (
-            (None, None) if layer is None else (sgd(layer.parameters(), nu_in), sgd(layer.parameters(), nu_out))
-        )
-        self.sib = sgd(head.parameters(), nu_sib, momentum=momentum, weight_decay=decay, nesterov=True)
-
-    def out(self, z, ranks):
-        return z if self.layer is None else self.layer(z, ranks)
-
-    def loss(self, S, Q):
-        s = self.head(S, Q)
-        return s, F.cross_entropy(s, labels(self.head.n_way, len(s) // self.head.n_way))
-
-    def step(self, z, ranks_in=None, ranks_out=None):  # (n + q, D) support rows, then queries
-        "Inner and outer step in place; returns the logits of the queries."
-        if self.layer is not None:
-            out = self.out(z[: self.n], ranks_in)
-            self._update(self.loss(out, out)[1], self.inner)
-        s, loss = self.loss(self.out(z[: self.n], ranks_out), self.out(z[self.n :], ranks_out))
-        self._update(loss, self.outer, self.sib)
-        return s.detach()
-
-    def _update(self, loss, *optimisers):
-        optimisers = [o for o in optimisers if o]
-        for p in (*self.head.parameters(), *(self.layer.parameters() if self.layer is not None else ())):
-            p.grad = None
-        loss.backward()
-        for o in optimisers:
-            o.step()
-
-# %% ../nbs/82_reference.ipynb #6452fda8
-class PlainLinear(nn.Module):
-    "One matrix, no bias."
-
-    def __init__(self, d_in, d_out):
-        super().__init__()
-        self.W = nn.Parameter(torch.zeros(d_in, d_out))
-
-    def forward(self, z, ranks=None):
-        return z @ self.W
-
-# %% ../nbs/82_reference.ipynb #bec8e5f2
-def plain_episode(
-    layer,
-    head,  # PlainAIM | PlainLinear | None; PlainSIB
-    z,  # (n + q, D) features, support rows first
-    n_shot=1,
-    lr=3e-3,  # of the one step
-):
-    "Logits of the queries after one SGD step on a copy of the layer."
-    n = head.n_way * n_shot
-    if layer is None:
-        return head(z[:n], z[n:]).detach()
-    own = copy.deepcopy(layer)
-    out = own(z[:n])
-    loss = F.cross_entropy(head(out, out), labels(head.n_way, n_shot))
-    for p, g in zip(own.parameters(), torch.autograd.grad(loss, list(own.parameters()))):
-        p.data.sub_(g, alpha=lr)
-    with torch.no_grad():
-        S, Q = own(z[:n]), own(z[n:])
-    return head(S, Q).detach()
 
 # %% ../nbs/82_reference.ipynb #bf99cb53
 def plain_convs(

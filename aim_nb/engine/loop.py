@@ -6,13 +6,14 @@
 from __future__ import annotations
 import contextlib, math, os, signal, threading, time
 import torch
-from .checkpoints import Checkpoints
-from ..core import AimError, keep_memory, progress
+from pathlib import Path
+from .checkpoints import Checkpoints, load_tensors
+from ..core import AimError, keep_memory, progress, runs_dir
 
 # %% auto #0
 __all__ = ['History', 'Window', 'first_bad', 'interrupts', 'wants_fresh', 'module_tensors', 'load_module', 'optimizer_tensors',
            'load_optimizer', 'check_fit', 'SaveClock', 'weights_named', 'Keeper', 'Run', 'run_loop', 'load_milestone',
-           'load_best']
+           'load_best', 'read_uses', 'log_path', 'read_log']
 
 # %% ../../nbs/62_loop.ipynb #068a85dd
 class History(list):
@@ -485,3 +486,20 @@ def load_best(trainee, history, checkpoints):
             f"the weights of step {history.best_step:,}, the best validation, are not in {checkpoints.dir}; start over with --fresh."
         )
     trainee.load_weights(saved.tensors)
+
+# %% ../../nbs/62_loop.ipynb #31f7859b
+def read_uses(log) -> dict:
+    "The log of mechanism use as arrays over validations: step (T,), score and mask (T, classes, M)."
+    steps = sorted({int(k.split(".")[1]) for k in log})
+    arrays = {k: torch.stack([log[f"log.{n:07d}.{k}"] for n in steps]) for k in ("score", "mask") if steps}
+    return {"step": torch.tensor(steps, dtype=torch.long), **arrays}
+
+
+def log_path(record) -> Path:
+    "Where the log of mechanism use of a record's run lies."
+    return runs_dir() / "logs" / f"{record['task']}-{record['key']}.safetensors"
+
+
+def read_log(record) -> tuple:
+    "The log of mechanism use of a record's run: arrays over validations, and a dict that names the classes."
+    return load_tensors(log_path(record))
