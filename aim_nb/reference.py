@@ -9,11 +9,9 @@ import math
 import torch
 from torch import nn
 import torch.nn.functional as F
-from torch.func import functional_call
 
 # %% auto #0
-__all__ = ['PlainAIM', 'copy_weights', 'PlainSIB', 'labels', 'PlainFewshot', 'PlainLinear', 'plain_episode', 'plain_convs',
-           'PlainTail', 'PlainOML', 'PlainANML', 'plain_inner', 'plain_outer', 'plain_metatest']
+__all__ = ['PlainAIM', 'copy_weights', 'PlainSIB', 'labels', 'PlainFewshot', 'PlainLinear', 'plain_episode']
 
 # %% ../nbs/82_reference.ipynb #239f526a
 class PlainAIM(nn.Module):
@@ -167,110 +165,3 @@ def plain_episode(
     with torch.no_grad():
         S, Q = own(z[:n]), own(z[n:])
     return head(S, Q).detach()
-
-# %% ../nbs/82_reference.ipynb #bf99cb53
-def plain_convs(
-    c_in,
-    width,  # channels of the images; of every layer
-    pools,  # for each layer max | avg | ""
-    padding=1,
-) -> nn.Sequential:
-    "A chain of 3x3 convolutions that ends in flat features."
-    pool, layers = {"max": nn.MaxPool2d(2), "avg": nn.AvgPool2d(2)}, []
-    for i, p in enumerate(pools):
-        layers += [
-            nn.Conv2d(width if i else c_in, width, 3, padding=padding),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
-            *([pool[p]] if p else []),
-        ]
-    return nn.Sequential(*layers, nn.Flatten()).eval()
-
-# %% ../nbs/82_reference.ipynb #f92d112f
-class PlainTail(nn.Module):
-    "From features to logits."
-
-    def __init__(
-        self, d, d_reduce, layer, d_layer, n_out, relu=True
-    ):  # widths after reduce (0: none) and after the layer
-        super().__init__()
-        self.reduce, self.layer, self.relu = nn.Linear(d, d_reduce) if d_reduce else None, layer, relu
-        self.fc = nn.Linear(d_layer, n_out)
-
-    def forward(self, f, ranks=None):
-        if self.reduce is not None:
-            f = self.reduce(f).relu() if self.relu else self.reduce(f)
-        return self.fc(f if self.layer is None else self.layer(f, ranks))
-
-# %% ../nbs/82_reference.ipynb #fa9fd874
-class PlainOML(nn.Module):
-    "Representation, then tail."
-
-    fast = ("tail.",)
-
-    def __init__(self, rln, tail):
-        super().__init__()
-        self.rln, self.tail = rln, tail
-
-    def forward(self, x, ranks=None):
-        return self.tail(self.rln(x), ranks)
-
-# %% ../nbs/82_reference.ipynb #e2e79414
-class PlainANML(nn.Module):
-    "Prediction network times the gate of the neuromodulatory one, then tail."
-
-    def __init__(self, nm, p, d_nm, d_p, tail):
-        super().__init__()
-        self.nm, self.p, self.gate, self.tail = nm, p, nn.Linear(d_nm, d_p), tail
-        last = [n for n, m in p.named_children() if isinstance(m, nn.BatchNorm2d)][-1]
-        self.fast = (f"p.{last}.", "tail.")  # the release's; the paper's is ("p.", "tail.")
-
-    def forward(self, x, ranks=None):
-        return self.tail(self.p(x) * self.gate(self.nm(x)).sigmoid(), ranks)
-
-# %% ../nbs/82_reference.ipynb #7f8e2f8d
-def plain_inner(
-    net,  # any of the above
-    x,
-    y,  # (T, ...) images or features, labels
-    fast_names,  # beginnings of the names of what moves
-    lr=1e-2,
-    ranks=None,  # one choice of ranks for each step, or None
-) -> dict:
-    "The fast weights after one SGD step on each image."
-    fast = {n: p for n, p in net.named_parameters() if n.startswith(fast_names)}
-    for t in range(len(x)):
-        loss = F.cross_entropy(functional_call(net, fast, (x[t : t + 1], ranks and ranks[t])), y[t : t + 1])
-        grads = torch.autograd.grad(loss, list(fast.values()))
-        fast = {n: p - lr * g for (n, p), g in zip(fast.items(), grads)}
-    return fast
-
-# %% ../nbs/82_reference.ipynb #b679889a
-def plain_outer(net, optimiser, x, y, x_inner, y_inner, fast_names, lr=1e-2, ranks=None, last=None):
-    "One outer step: inner loop, meta-batch, Adam; returns the loss."
-    fast = plain_inner(net, x_inner, y_inner, fast_names, lr, ranks)
-    loss = F.cross_entropy(functional_call(net, fast, (x, last)), y)
-    optimiser.zero_grad()
-    loss.backward()
-    optimiser.step()
-    return loss.detach()
-
-# %% ../nbs/82_reference.ipynb #83368449
-def plain_metatest(
-    net,
-    x,
-    y,  # network, (T, ...) images in the order they are learnt, labels
-    moving=("tail.",),
-    lr=1e-3,
-    optimiser=None,
-):
-    "One pass of dense Adam over a trajectory; returns the optimiser, so that it can go on."
-    for n, p in net.named_parameters():
-        p.requires_grad_(n.startswith(moving))
-    optimiser = optimiser or torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr)
-    for t in range(len(x)):
-        loss = F.cross_entropy(net(x[t : t + 1]), y[t : t + 1])
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return optimiser
