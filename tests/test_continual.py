@@ -565,7 +565,8 @@ def test_the_key_of_a_training_and_its_tensors_stay(bank):
         names[method] = tc.training_checkpoints(release).dir.name
     assert names == {"oml+aim": "continual-6b6086dbe22b", "anml+aim": "continual-85647dea9b1a"}
 
-    t = tc.ContinualTrainee(bank, "oml+aim", 0, b, tc.relevant("oml+aim", preset("ours", "glyphs")), 8, 3, 1, n_out=30)
+    protocol = tc.relevant("oml+aim", preset("ours", "glyphs"))
+    t = tc.ContinualTrainee(bank, "oml+aim", 0, b, protocol, M=8, K=3, l=1, inner=4, random=8, n_out=30)
     t.step(0)
     blocks = {f"rln.blocks.{i}.{p}" for i in range(6) for p in ("conv.weight", "conv.bias", "norm.weight", "norm.bias")}
     layer = {f"tail.layer.{p}" for p in ("h", "W_Q", "W_K", "W_M", "b_K")}
@@ -616,7 +617,7 @@ def told(record):
 @pytest.mark.parametrize("which", ["best", "last"])
 def test_a_record_does_not_depend_on_what_ran_before_it(run_in, which):
     bests = set()
-    for seed in range(3):
+    for seed in itertools.takewhile(lambda seed: bests != {3, 6}, range(12)):  # until both have been seen
         for steps in (1, 2, 4, 5):
             run_in("shared", steps, seed, which)
         after = told(run_in("shared", 6, seed, which))
