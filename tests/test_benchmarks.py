@@ -13,7 +13,6 @@ sys.path.insert(0, str(ROOT))
 
 from aim_nb.aim import AIM  # noqa: E402
 from aim_nb.oml import Tail  # noqa: E402
-from aim_nb.reference import PlainAIM, PlainTail  # noqa: E402
 from aim_nb.engine.train_fewshot import paper_rates  # noqa: E402
 from aim_nb.sib import adapted_logits, training_step  # noqa: E402
 from benchmarks import authors, continual, few_shot, harness, images, layer, profiles, work  # noqa: E402, F401
@@ -107,8 +106,9 @@ def test_work_is_what_the_plain_equations_multiply():
     assert 3 * multiplied(PlainSIB(6), torch.randn(5, 6), torch.randn(15, 6)) == work.sib(5, 15, 6)["macs"]
     M, d_h, d_k = 4, 3, 2
     tail = Tail(6, 5, lambda d: AIM(d, d, M, K=M, l=0, d_h=d_h, d_k=d_k, gate="raw"), d_reduce=8)  # all are in use
-    plain, biases = PlainTail(6, 8, PlainAIM(8, 8, M, M, 0, d_h, d_k, "raw"), 8, 5), 8 + 5
-    assert multiplied(plain, torch.ones(1, 6)) == work.tail_weights(tail) - biases + M * d_k
+    biases = 8 + 5
+    dense = tail.double()  # the layer's dense form multiplies by all mechanisms
+    assert multiplied(dense, torch.ones(1, 6).double()) == work.tail_weights(tail) - biases + M * d_k
 
 
 @pytest.mark.parametrize("method", ["sib", "sib+linear", "sib+aim"])
