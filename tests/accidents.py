@@ -139,7 +139,7 @@ def note_states(path):
             meta = dict(history=self.history.asdict(), window=dict(sums=self.window.sums, count=self.window.count))
             with open(path, "a") as f:
                 f.write(
-                    f"{self.keeper.checkpoints.dir.name}/step-{self.n:09d} {fingerprint(self.trainee.tensors(), meta)}\n"
+                    f"{self.keeper.checkpoints.dir.name}/step-{self.n:09d} {fingerprint(self.trainee.state_dict(), meta)}\n"
                 )
 
         return wrapped

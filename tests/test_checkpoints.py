@@ -39,15 +39,15 @@ class Net:
         self.opt.step()
         return dict(loss=loss)
 
-    def validate(self, n):
+    def evaluate(self, n):
         with torch.no_grad():
             out = self.net.eval()(torch.randn(64, 6, generator=torch_rng("val")))
         return dict(accuracy=float(out.max(1).values.mean()))
 
-    def tensors(self):
+    def state_dict(self):
         return module_tensors(self.net, "net.") | optimizer_tensors(self.opt)
 
-    def load(self, t):
+    def load_state_dict(self, t):
         load_module(self.net, t, "net.")
         load_optimizer(self.opt, t)
 
@@ -62,7 +62,7 @@ def worker(folder, steps=40, death="", kind="net", name="said"):
         trainee = Net(death, kind)
         history = run_loop(trainee, steps, val_every=7, checkpoints=Checkpoints(folder, dict(kind="net")), save_every=3)
         save_tensors(
-            f"{folder}.end", trainee.tensors(), dict(rows=list(history), best=history.best, resumed=history.resumed)
+            f"{folder}.end", trainee.state_dict(), dict(rows=list(history), best=history.best, resumed=history.resumed)
         )
 
     Path(folder).parent.mkdir(parents=True, exist_ok=True)
@@ -331,10 +331,10 @@ def test_another_identity_is_never_half_loaded(tmp_path):
             self.w = self.w + 1
             return dict(loss=self.w.sum())
 
-        def tensors(self):
+        def state_dict(self):
             return dict(w=self.w)
 
-        def load(self, t):
+        def load_state_dict(self, t):
             self.w = t["w"]
 
     run_loop(Line(), 3, checkpoints=Checkpoints(tmp_path, dict(dataset="glyphs", aim=dict(M=32))))
@@ -362,10 +362,10 @@ def test_a_longer_training_is_not_advised_away(tmp_path):
         def step(self, i):
             return dict(loss=1.0)
 
-        def tensors(self):
+        def state_dict(self):
             return dict(n=torch.tensor(0.0))
 
-        def load(self, t):
+        def load_state_dict(self, t):
             pass
 
     files = Checkpoints(tmp_path, {})
@@ -401,10 +401,10 @@ def test_fresh_starts_over(tmp_path, monkeypatch):
             self.n = self.n + 1
             return dict(loss=self.n)
 
-        def tensors(self):
+        def state_dict(self):
             return dict(n=self.n)
 
-        def load(self, t):
+        def load_state_dict(self, t):
             self.n = t["n"]
 
     files = Checkpoints(tmp_path, {})
@@ -426,10 +426,10 @@ def test_bad_numbers_never_reach_the_disk(tmp_path):
                 self.w = self.w * float("inf")
             return dict(loss=torch.tensor(float("nan") if i == 13 and self.where == "loss" else 1.0))
 
-        def tensors(self):
+        def state_dict(self):
             return dict(w=self.w)
 
-        def load(self, t):
+        def load_state_dict(self, t):
             self.w = t["w"]
 
     for where, said in (("loss", "loss is nan at step 13"), ("state", "w is no longer finite after step 1[3-9]")):

@@ -395,7 +395,7 @@ def test_a_collapse_is_in_the_history(bank):
     with torch.no_grad():
         t.net.tail.layer.h.zero_()
         t.net.tail.layer.W_Q.zero_()  # all scores one half: everybody takes the same K
-    assert t.validate(0)["used"] == 2
+    assert t.evaluate(0)["used"] == 2
 
 
 @pytest.mark.parametrize("order", ["first", "second"])
@@ -822,7 +822,7 @@ def test_a_fixed_mask_uses_the_same_k_mechanisms(bank, update):
     first = tc.make_continual("oml+aim", (1, 28, 28), 30, t.protocol, 4, 8, 3, 0).tail.layer.W_M
     used = (layer.W_M != first).flatten(1).any(1)
     assert used.sum() == 3, "the others have never moved"
-    assert t.validate(6)["used"] == 3
+    assert t.evaluate(6)["used"] == 3
     for split in ("val", "test"):
         use = ec.mechanism_use(t.net, bank, t.norm, split)["mask"]
         assert torch.equal(use, used.float().expand_as(use))

@@ -207,11 +207,11 @@ def test_every_part_of_the_state_matters(lost):
 
     one = fresh()
     [one.step(i) for i in range(12)]
-    state = {k: v.clone() for k, v in one.tensors().items()}
+    state = {k: v.clone() for k, v in one.state_dict().items()}
     assert state["again"].tolist() == [8, 4] and one.block == 8
     same, other = fresh(), fresh()
-    same.load(state)
-    other.load({**state, lost: state[lost] + 0.1})
+    same.load_state_dict(state)
+    other.load_state_dict({**state, lost: state[lost] + 0.1})
     for t in (one, same, other):
         [t.step(i) for i in range(12, 18)]
     equal = lambda s, t: all(torch.equal(a, b) for a, b in zip(s.weights().values(), t.weights().values()))
@@ -299,7 +299,7 @@ def test_only_the_fixed_mechanisms_move():
         t = FewshotTrainee(layer, SIBHead(12, generator=torch_rng(0)), world(), rates=RATES, n_query=5, val_episodes=3)
         before = {k: v.clone() for k, v in t.weights().items()}
         [t.step(i) for i in range(20)]
-        t.validate(20)
+        t.evaluate(20)
         [t.step(i) for i in range(20, 30)]
         after = t.weights()
         same = [
@@ -380,7 +380,7 @@ def test_collapse_is_said():
         layer.W_Q.zero_()  # all scores one half: everybody takes the same K
     t = FewshotTrainee(layer, SIBHead(12), world(), n_query=5, val_episodes=3, rates=Rates(0.0, 0.0, 0.01, 0.9, 5e-4))
     with pytest.warns(UserWarning, match="collapsed"):
-        t.validate(1)
+        t.evaluate(1)
 
 
 def test_clear_errors():

@@ -239,8 +239,8 @@ class Keeper:
                 f"ask for one of {', '.join(f'{n:,}' for n in kept)} or for more steps, "
                 "or set $AIM_RUNS to another folder to train it there (--fresh would delete the longer training)."
             )
-        check_fit(found.tensors, self.trainee.tensors())
-        self.trainee.load(found.tensors)
+        check_fit(found.tensors, self.trainee.state_dict())
+        self.trainee.load_state_dict(found.tensors)
         self.saved = found.step
         self.named = [weights_named(History(**found.meta["history"]))]
         return found
@@ -250,7 +250,7 @@ class Keeper:
         if not self.checkpoints:
             return
         with self.clock.spend():
-            tensors = self.checked(n, self.trainee.tensors())
+            tensors = self.checked(n, self.trainee.state_dict())
             for step, (weights, notes) in self.waiting.items():
                 self.checkpoints.save_weights(step, weights, notes)
             self.checkpoints.save(n, tensors, dict(history=history.asdict(), window=window.asdict()))
@@ -265,7 +265,7 @@ class Keeper:
         if not self.checkpoints:
             return
         with self.clock.spend(last=False):
-            tensors = self.checked(n, getattr(self.trainee, "weights", self.trainee.tensors)())
+            tensors = self.checked(n, getattr(self.trainee, "weights", self.trainee.state_dict)())
             self.waiting.pop(replace, None)
             self.waiting[n] = {k: t.detach().clone() for k, t in tensors.items()}, notes
 
@@ -355,7 +355,7 @@ class Run:
 
     def validate(self):
         "Add a row, and set the weights aside if it is the best so far."
-        measured = self.trainee.validate(self.n) if hasattr(self.trainee, "validate") else {}
+        measured = self.trainee.evaluate(self.n) if hasattr(self.trainee, "evaluate") else {}
         row = dict(step=self.n, **self.window.means(), **{k: _plain(v) for k, v in measured.items()})
         before = self.history.regular_best
         is_best = self.metric in row and (before is None or self.score(row) > self.score(self.history.row(before)))
@@ -423,7 +423,7 @@ class Run:
 
 # %% ../../nbs/62_loop.ipynb #06423910
 def run_loop(
-    trainee,  # has step, tensors, load, and perhaps validate and weights
+    trainee,  # has step, state_dict, load_state_dict, and perhaps evaluate and weights
     steps,  # how many in all, those of earlier runs included
     val_every=0,  # steps between validations (0: only at the end)
     checkpoints=None,  # a `Checkpoints`, None to keep nothing

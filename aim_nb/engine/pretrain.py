@@ -235,14 +235,14 @@ class Pretrainer:
         self.opt.step()
         return dict(loss=loss, acc=(logits.argmax(1) == y).float().mean() * 100)
 
-    def validate(self, n):
+    def evaluate(self, n):
         features = extract(self.net["backbone"].eval(), self.lens, np.concatenate(self.val))
         return dict(accuracy=prototype_accuracy(features, self.episodes).double().mean().item())
 
-    def tensors(self):
+    def state_dict(self):
         return module_tensors(self.net, "net.") | optimizer_tensors(self.opt)
 
-    def load(self, tensors):
+    def load_state_dict(self, tensors):
         load_module(self.net, tensors, "net.")
         load_optimizer(self.opt, tensors)
 

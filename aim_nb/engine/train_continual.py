@@ -193,10 +193,10 @@ class ContinualTrainee:
         load_module(self.net, tensors, "net.")
         self.log = {k: v for k, v in tensors.items() if k.startswith("log.")}
 
-    def tensors(self):
+    def state_dict(self):
         return {**self.weights(), **optimizer_tensors(self.optimizer)}
 
-    def load(self, tensors):
+    def load_state_dict(self, tensors):
         "Take a state back."
         self.load_weights(tensors)
         load_optimizer(self.optimizer, tensors)
@@ -234,7 +234,7 @@ class ContinualTrainee:
         right = (logits.detach().argmax(-1) == y).float()
         return dict(loss=loss.detach(), acc=right[: self.random].mean(), acc_new=right[self.random :].mean())
 
-    def validate(self, n):
+    def evaluate(self, n):
         "A trajectory over validation classes, which mechanisms they use, and whether the network is constant."
         row = validate_continual(self.net, self.bank, self.norm, self.budget, self.seed, self.device)
         row["constant"] = self.is_constant()

@@ -195,7 +195,7 @@ class FewshotModel:
             }
         return self.modules() | {"momentum": self.optimiser.buffer, "used": self.used} | also
 
-    def tensors(self) -> dict:
+    def state_dict(self) -> dict:
         "All that a resumed run needs."
         return (
             (self.start if self.count else self.state()) | {"again": torch.tensor([self.first, self.count])} | self.log
@@ -206,7 +206,7 @@ class FewshotModel:
         for m, prefix in ((self.layer, "layer."), (self.head, "head.")):
             load_module(m, tensors, prefix)
 
-    def load(self, tensors):
+    def load_state_dict(self, tensors):
         "Take a state back."
         self.load_weights(tensors)
         self.optimiser.buffer.copy_(tensors["momentum"])
@@ -340,7 +340,7 @@ class FewshotTrainee(FewshotBlocks):
             )
         return used
 
-    def validate(self, n):
+    def evaluate(self, n):
         "Accuracy on the fixed validation episodes."
         score = self.score("val", self.val)
         row = dict(accuracy=score.mean, ci95=score.ci95)
