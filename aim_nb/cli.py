@@ -555,7 +555,7 @@ def keep_(
 ):
     "Copy records of runs to the committed results."
     from aim_nb.core import AimError
-    from aim_nb.engine.records import keep, kept_dir, read_records, record_name, records_dir
+    from aim_nb.engine.records import keep, kept_dir, kept_path, read_records, records_dir
 
     found = read_records(records_dir(), **filters(where))
     if not found:
@@ -563,7 +563,7 @@ def keep_(
     if not dry_run:
         keep(**filters(where))
     for r in found:
-        typer.echo(f"{'would keep' if dry_run else 'kept'} {shorten(kept_dir() / record_name(r))}")
+        typer.echo(f"{'would keep' if dry_run else 'kept'} {shorten(kept_dir() / kept_path(r))}")
 
 # %% ../nbs/79_cli.ipynb #90c4bad7
 def need_report():
