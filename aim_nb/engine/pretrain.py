@@ -20,7 +20,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from ..backbones import make_backbone
-from .checkpoints import load_tensors, run_checkpoints, run_lock, save_tensors, sweep, tensors_sha
+from aim_nb.engine.checkpoints import (
+    load_tensors,
+    run_checkpoints,
+    remove_stale_parts,
+    run_lock,
+    save_tensors,
+    tensors_sha,
+)
 from aim_nb.core import (
     AimError,
     atomic_write,
@@ -554,7 +561,7 @@ def _hold(folder, desc):
                 print(f"Another process is computing the {desc}; waiting for it.", flush=True)
                 told = True
             time.sleep(0.2)
-        sweep(folder)
+        remove_stale_parts(folder)
         yield
 
 

@@ -189,7 +189,11 @@ def check_record(
     for field, good in is_known.items():
         if not good:
             raise AimError(f"{name}: its {field} is not one that this version knows.")
-    if not _has_types(rec["metrics"], METRICS[rec["task"]]) or rec["task"] == "continual" and not _has_curves(rec["metrics"]):
+    if (
+        not _has_types(rec["metrics"], METRICS[rec["task"]])
+        or rec["task"] == "continual"
+        and not _has_curves(rec["metrics"])
+    ):
         raise AimError(f"{name}: its metrics are not those of a {rec['task']} run.")
     if not 0 <= rec["metrics"].get("accuracy", 0) <= 100:
         raise AimError(f"{name}: an accuracy of {rec['metrics']['accuracy']} is not between 0 and 100.")
