@@ -205,9 +205,13 @@ class Checkpoints:
             raise DamagedFile(f"{self._path(kind, step)} holds step {saved.step:,}.")
         return saved
 
+    def state_steps(self) -> list:
+        "The steps whose states are kept, in order."
+        return self._steps("step")
+
     def files(self) -> list:
         "Files of states, newest first."
-        return [self._path("step", step) for step in reversed(self._steps("step"))]
+        return [self._path("step", step) for step in reversed(self.state_steps())]
 
     def save(self, step, tensors, meta=None) -> Path:
         "Write the state after `step` steps, then drop all but the last two."
@@ -218,7 +222,7 @@ class Checkpoints:
 
     def latest(self) -> Saved | None:
         "The newest whole state, None when there is none yet."
-        steps = self._steps("step")
+        steps = self.state_steps()
         for step in reversed(steps):
             try:
                 return self._read("step", step)
