@@ -42,7 +42,6 @@ def warm():
     for _ in progress(range(1)):
         pass
     records.code_commit()
-    pretrain.files("aim_nb") / "weights"
 
 
 def tiny_bank(root):
@@ -78,14 +77,14 @@ def experiment(method, root, **kw):
 
 def save_often(every=2):
     "A checkpoint each `every` steps, features noted after each block: more places to die in."
-    begin, fill = loop.Run.__post_init__, pretrain.fill_array
+    begin, fill = loop.Run.__post_init__, pretrain.FeatureCache.fill
 
     def begin_saving_often(self):
         begin(self)
         self.save_every = self.save_every or every
 
     loop.Run.__post_init__ = begin_saving_often
-    pretrain.fill_array, pretrain.BLOCK = functools.partial(fill, every=0), 32
+    pretrain.FeatureCache.fill, pretrain.BLOCK = functools.partialmethod(fill, every=0), 32
     small = pretrain.make_backbone
     pretrain.make_backbone = lambda name, shape, generator=None, width=None: small(
         name, shape, generator=generator, width=width or 4

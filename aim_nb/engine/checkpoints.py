@@ -117,8 +117,9 @@ def check_identity(found, wanted, path):
 @contextlib.contextmanager
 def run_lock(
     dir,  # the run's own folder
+    waiting="",  # what to say while another process holds it ("": refuse at once)
 ):
-    "Hold the folder for this process; a second holder is refused."
+    "Hold the folder for this process."
     path = Path(dir) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,10 +130,14 @@ def run_lock(
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = os.read(fd, 32).decode(errors="replace").strip()
-            raise AimError(
-                f"process {pid or '?'} is running this experiment already (in {dir}); wait for it, or stop it first."
-            ) from None
+            if waiting:
+                print(waiting, flush=True)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            else:
+                pid = os.read(fd, 32).decode(errors="replace").strip() or "?"
+                raise AimError(
+                    f"process {pid} is running this experiment already (in {dir}); wait for it, or stop it first."
+                ) from None
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
         yield
