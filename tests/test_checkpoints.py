@@ -301,7 +301,9 @@ def test_what_a_living_process_writes_is_spared(tmp_path, monkeypatch):
             print("writing", flush=True)
             time.sleep(600)
 
-    parts = lambda: [p.read_text() for p in (tmp_path / "runs/records").glob(".*.part")]
+    def parts():
+        return [p.read_text() for p in (tmp_path / "runs/records").glob(".*.part")]
+
     child = Child(write, tmp_path / "said")
     wait_for(child, "writing")
     monkeypatch.setattr(os, "getpid", lambda: 2**30)

@@ -207,7 +207,8 @@ class Checkpoints:
     def _read(self, kind, step) -> Saved:
         saved = read_saved(self._path(kind, step), self.identity)
         if saved.step != step:
-            raise DamagedFile(f"{self._path(kind, step)} holds step {saved.step:,}.")
+            what = "state" if kind == "step" else kind
+            raise DamagedFile(f"{self._path(kind, step)} holds the {what} of step {saved.step:,}.")
         return saved
 
     def state_steps(self) -> list:
