@@ -4,7 +4,7 @@
 
 # %% ../nbs/00_core.ipynb #9e9a1608
 from __future__ import annotations
-import contextlib, ctypes, functools, hashlib, json, os, secrets, shutil, sys, tempfile
+import contextlib, ctypes, functools, hashlib, json, os, shutil, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def _sync_dir(path):
 def _open_part(path):
     "A new file beside `path`, open and locked: an unlocked part was left by a process that is gone."
     while True:
-        f = open(path.with_name(f".{path.name}.{secrets.token_hex(4)}.part"), "xb")
+        f = open(path.with_name(f".{path.name}.{os.urandom(4).hex()}.part"), "xb")
         with contextlib.suppress(ImportError, OSError):  # Windows; a file system without locks
             import fcntl
 
