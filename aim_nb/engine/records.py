@@ -22,9 +22,9 @@ from ..config import CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, Budget, Proto
 from ..core import AimError, atomic_write, content_key, project_root, runs_dir
 
 # %% auto #0
-__all__ = ['FORMAT', 'IDENTITY', 'OUTCOME', 'CIRCUMSTANCES', 'TASKS', 'METRICS', 'record_key', 'record_seal', 'sealed',
-           'code_commit', 'versions', 'new_record', 'check_record', 'records_dir', 'kept_dir', 'record_name',
-           'kept_path', 'save_record', 'read_record', 'field', 'read_records', 'find_record', 'keep', 'essence']
+__all__ = ['FORMAT', 'IDENTITY', 'OUTCOME', 'CIRCUMSTANCES', 'record_key', 'record_seal', 'sealed', 'code_commit', 'versions',
+           'new_record', 'check_record', 'records_dir', 'kept_dir', 'record_name', 'kept_path', 'save_record',
+           'read_record', 'field', 'read_records', 'find_record', 'keep', 'essence']
 
 # %% ../../nbs/60_records.ipynb #77fd58fe
 FORMAT = 2
@@ -119,8 +119,8 @@ def new_record(
     return sealed(rec)
 
 # %% ../../nbs/60_records.ipynb #e2fb9308
-TASKS = ("fewshot", "continual", "activation")
-METRICS = dict(  # what each task's records measure at least
+_TASKS = ("fewshot", "continual", "activation")
+_METRICS = dict(  # what each task's records measure at least
     fewshot=dict(accuracy=(int, float), ci95=(int, float)),
     continual=dict(accuracy=(int, float), ci95=(int, float)),
     activation=dict(classes=list, steps=list, first=list, last=list, weights=dict, K=int, M=int),
@@ -178,7 +178,7 @@ def check_record(
     if rec["task"] == "activation":
         methods = FEWSHOT_METHODS + CONTINUAL_METHODS
     is_known = dict(
-        task=rec["task"] in TASKS,
+        task=rec["task"] in _TASKS,
         method=rec["method"] in methods,
         dataset=rec["dataset"] in DATASETS or rec["dataset"].startswith(("folder:", "folder-")),
         budget=_fits_types(Budget, rec["budget"]),
@@ -190,7 +190,7 @@ def check_record(
         if not good:
             raise AimError(f"{name}: its {field} is not one that this version knows.")
     if (
-        not _has_types(rec["metrics"], METRICS[rec["task"]])
+        not _has_types(rec["metrics"], _METRICS[rec["task"]])
         or rec["task"] == "continual"
         and not _has_curves(rec["metrics"])
     ):
