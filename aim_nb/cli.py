@@ -292,7 +292,7 @@ def keep_(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show them.")] = False,
 ):
     "Copy records of runs to the committed results."
-    from aim_nb.engine.records import keep, kept_dir, read_records, record_name, records_dir
+    from aim_nb.engine.records import keep, kept_dir, kept_path, read_records, records_dir
 
     filters, records = read_filters(where), read_records(records_dir())
     fields = {name for r in records for part in (r, r["parameters"], r["protocol"], r["budget"]) for name in part}
@@ -304,7 +304,7 @@ def keep_(
         raise AimError(f"no record under {shorten(records_dir())} fits {' '.join(where) or 'yet'}.")
     for record in found:
         verb = "would keep" if dry_run else "kept" if filters else "there is"
-        typer.echo(f"{verb} {shorten(kept_dir() / record_name(record))}")
+        typer.echo(f"{verb} {shorten(kept_dir() / kept_path(record))}")
     if not filters:
         raise AimError(
             f"say which of the {plural(len(found), 'record')} to keep, such as dataset={found[0]['dataset']}."

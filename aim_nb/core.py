@@ -4,16 +4,16 @@
 
 # %% ../nbs/00_core.ipynb #9e9a1608
 from __future__ import annotations
-import contextlib, ctypes, difflib, functools, hashlib, json, os, platform, re, shutil, subprocess, sys, tempfile
+import contextlib, ctypes, difflib, functools, hashlib, json, os, re, shutil, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['HOST', 'LARGE_PAGES', 'AimError', 'did_you_mean', 'check_choice', 'words', 'numbers', 'read_seeds', 'find_clone',
-           'project_root', 'how_to_install', 'runs_dir', 'data_root', 'in_test', 'atomic_file', 'atomic_write',
-           'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env', 'use_threads', 'threads',
-           'share_out', 'keep_memory', 'check_device', 'pick_device', 'progress']
+__all__ = ['LARGE_PAGES', 'AimError', 'did_you_mean', 'check_choice', 'words', 'numbers', 'read_seeds', 'find_clone',
+           'project_root', 'how_to_install', 'runs_dir', 'data_root', 'in_test', 'remove_if_abandoned', 'atomic_file',
+           'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env',
+           'use_threads', 'threads', 'share_out', 'keep_memory', 'check_device', 'pick_device', 'progress']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -121,29 +121,50 @@ def _sync_dir(path):
         os.close(fd)
 
 
-HOST = re.sub(r"\W", "_", platform.node())  # in names that dots and hyphens divide
+def _open_part(path):
+    "A new file beside `path`, open and locked: an unlocked part was left by a process that is gone."
+    while True:
+        f = open(path.with_name(f".{path.name}.{os.urandom(4).hex()}.part"), "xb")
+        with contextlib.suppress(ImportError, OSError):  # Windows; a file system without locks
+            import fcntl
+
+            fcntl.flock(f, fcntl.LOCK_EX)
+        if os.fstat(f.fileno()).st_nlink:
+            return f
+        f.close()  # it was removed before it was locked
+
+
+def remove_if_abandoned(part):
+    "Remove what a process left half written, unless that process lives and holds its lock."
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        with open(part, "r+b") as f:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(part)
 
 
 @contextlib.contextmanager
 def atomic_file(path):
     "A binary file that replaces `path` only when the block ends without an error."
-    path = Path(path)
-    tmp = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")
+    path, part = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "wb") as f:
+        with _open_part(path) as f:
+            part = f.name
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.replace(tmp, path)
+            os.replace(part, path)
         _sync_dir(path.parent)
     except OSError as e:
         raise AimError(
             f"{path} could not be written ({e.strerror or e}); free some space or choose another place, nothing was changed."
         ) from e
     finally:
-        with contextlib.suppress(OSError):
-            tmp.unlink(missing_ok=True)
+        if part:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
 
 
 def atomic_write(path, data):
@@ -160,7 +181,7 @@ def atomic_dir(path):
     tmp = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
     try:
         yield tmp
-        old = path.with_name(f".{path.name}.{os.getpid()}.old")
+        old = tmp.with_suffix(".old")
         if path.exists():
             os.replace(path, old)
         os.replace(tmp, path)

@@ -22,7 +22,7 @@ from .tables import METHODS, method_label
 __all__ = ['CARD', 'INK', 'FAINT', 'METHOD_STYLE', 'CYCLE', 'RC', 'Card', 'styled', 'figure_name', 'save_fig', 'fewshot_figure',
            'curve', 'learning_curves', 'accuracy_trajectories', 'smoothed', 'forgetting_curves', 'length_curves',
            'rate_curves', 'zero_mean', 'paper_ablation', 'ablation_curves', 'mask_figure', 'activation_heatmap',
-           'mask_animation', 'attention_trajectories']
+           'mask_animation', 'attention_trajectories', 'overlap_figure', 'look_figure']
 
 # %% ../../nbs/73_figures.ipynb #843f064a
 CARD, INK, FAINT = "#fbfbf9", "#222222", "#c9c9c4"
@@ -520,4 +520,56 @@ def attention_trajectories(
             Line2D([], [], color="#b5b5b0", lw=0.7, label="inhibited"),
         ],
     )
+    return fig
+
+# %% ../../nbs/73_figures.ipynb #0ve71a91
+@styled
+def overlap_figure(
+    overlap,  # (C, C) of `class_overlap`
+    class_names=(),  # default: numbers
+):
+    "What every two classes have in common, as a matrix."
+    names, every = list(class_names) or range(len(overlap)), max(1, -(-len(overlap) // 20))
+    fig, ax = plt.subplots(figsize=(4.6, 3.6), layout="constrained")
+    image = ax.imshow(overlap, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+    ax.set(
+        yticks=range(0, len(overlap), every),
+        yticklabels=list(names)[::every],
+        xticks=[],
+        xlabel="class, same order",
+        ylabel="class",
+    )
+    ax.tick_params(axis="y", labelsize=6)
+    ax.spines[:].set_visible(False)
+    fig.colorbar(image, label="in common")
+    return fig
+
+
+@styled
+def look_figure(
+    seen,  # of `Explorer.look`
+    image=None,  # (H, W) or (H, W, 3), shown at the left
+):
+    "An image, its weights with the active ones coloured, and the probabilities of the classes before and after silencing."
+    fig, (a, b, c) = plt.subplots(1, 3, figsize=(8.4, 2.6), layout="constrained", width_ratios=[1, 2.2, 1.6])
+    if image is not None:
+        a.imshow(np.squeeze(image), cmap="gray", vmin=0, vmax=255)
+    a.set_axis_off()
+    a.set_title(seen["classes"][0], fontsize=9)
+    colour = [CYCLE[1] if m in seen["off"] and on else CYCLE[0] if on else FAINT for m, on in enumerate(seen["mask"])]
+    b.bar(range(len(colour)), seen["score"], color=colour)
+    b.set(xlabel="mechanism", ylabel="weight", title="blue: active" + ", red: silenced" * bool(seen["off"]))
+    y = np.arange(len(seen["classes"]))
+    bars, off = [seen["before"], seen["after"]][: 1 + bool(seen["off"])], bool(seen["off"])
+    for i, p in enumerate(bars):
+        c.barh(y + 0.4 * i - 0.2 * off, p, 0.4, color=CYCLE[i])
+    c.set(
+        yticks=y,
+        yticklabels=seen["classes"],
+        xlim=(0, 1),
+        title="blue: whole, red: silenced" if off else "the five classes",
+        xlabel="probability (first class: " + ", then ".join(f"{p[0]:.0%}" for p in bars) + ")",
+    )
+    c.invert_yaxis()
+    c.tick_params(axis="y", labelsize=7)
     return fig

@@ -32,7 +32,7 @@ from aim_nb.paper import (
     seed_summary,
 )
 from .reading import EpisodeScores, asked, difference_se
-from ..engine.records import field, read_records, record_name
+from ..engine.records import field, kept_path, read_records, record_name
 from aim_nb.report.tables import (
     METHODS,
     ablation_table,
@@ -1094,7 +1094,7 @@ def block_markdown(table, block, records) -> str:
         columns=["Steps"] + (["Budget", "Runs", "Seeds", "Variant"] if f.ours.isna().all() else []), errors="ignore"
     )
     text["Records"] = [
-        " ".join(f"[{i}](../results/{record_name(x)})" for i, x in enumerate(records_of(r, records), 1)) for r in rows
+        " ".join(f"[{i}](../results/{kept_path(x)})" for i, x in enumerate(records_of(r, records), 1)) for r in rows
     ]
     line = lambda cells: "| " + " | ".join(map(str, cells)) + " |"
     return "\n".join(
