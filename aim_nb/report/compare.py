@@ -189,15 +189,17 @@ def as_preset(rows):
 def main_rows(
     rows,  # of `comparison`
     by=COORDINATES,  # one row for each combination of these
+    moved=False,  # where no row counts, the nearest one
 ) -> pd.DataFrame:
     "For each cell the row that speaks for it; rows that do not count are left out, cells that were not run stay."
     run = rows[rows.ours.notna()]
-    run = run[as_preset(run)]
+    run = run if moved else run[as_preset(run)]
     preference = dict(
+        as_preset=~as_preset(run),
         paper_length=~run.paper_length.astype(bool),
         steps=-run.steps,
         budget=run.budget != "paper",
-        moved=run.switches.map(len),
+        moved=run.switches.map(len) + run.aim_switches.map(len),
         preset=run.preset.map(lambda name: PRESETS.index(name) if name in PRESETS else 0),
         protocol=run.protocol != "heldout",
         rate_rule=run.rate_rule == "test",
