@@ -571,7 +571,7 @@ def need_report():
     from aim_nb.core import AimError
 
     try:
-        from aim_nb.report.findings import report_text
+        from aim_nb.report.tables import report_text
     except ModuleNotFoundError as e:
         if str(e.name).startswith("aim_nb"):
             raise

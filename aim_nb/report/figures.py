@@ -153,7 +153,7 @@ def fewshot_figure(
             ax.errorbar(i - 0.12, row["ours"], row["interval"], **mark)
             if pd.notna(row["paper"]):
                 ax.errorbar(i + 0.12, row["paper"], row["paper_interval"], **mark, mfc=CARD)
-        ax.set(xticks=range(len(here)), xticklabels=map(method_label, here.method), xlim=(-0.5, len(here) - 0.5), title=f"{n_shot}-shot")
+        ax.set(xticks=range(len(here)), xticklabels=map(method_label, here.method), xlim=(-0.5, len(here) - 0.5), title=f"{n_shot}-shot, {here.steps.iloc[0]:,.0f} steps")
         ax.margins(y=0.15)
         ax.grid(axis="y", color=FAINT, lw=0.6)
     axes[0, 0].set_ylabel("test accuracy, %")
@@ -226,7 +226,7 @@ def classes_figure(
         ax.grid(color=FAINT, lw=0.6)
         ax.xaxis.set_major_locator(_whole())
     axes[0, 0].set_ylabel("test accuracy, %")
-    fig.suptitle(title, fontsize=10)
+    _caption(fig, title, _moved_note(run))
     shown = [method for method in METHODS if method in set(run.method)]
     handles = [Line2D([], [], **METHOD_STYLE[m] | dict(linestyle="-"), label=method_label(m)) for m in shown]
     handles += [Line2D([], [], color=INK, ls=ls, label=text) for name, (ls, text) in _LEARNS.items() if name in set(run["update"])]
@@ -234,10 +234,23 @@ def classes_figure(
     return fig
 
 # %% ../../nbs/74_figures.ipynb #5ff69c3e
-def _titled(title, rows) -> str:
-    "A title, and on lines of their own the methods whose switches were moved."
-    moved = dict.fromkeys(f"{method_label(row['method'])}: {switches_text(row)}" for _, row in rows.iterrows() if switches_text(row))
-    return "\n".join([title, *(line for text in moved for line in textwrap.wrap(text, 90))])
+def _moved_note(rows) -> str:
+    "What the rows of a figure moved: first the switches that all of them moved, then those of single methods."
+    moved = {method_label(row["method"]): {*row["aim_switches"], *row["switches"]} for _, row in rows.iterrows()}
+    if not any(moved.values()):
+        return ""
+    common = set.intersection(*moved.values())
+    text = {"all" if len(moved) > 1 else next(iter(moved)): common} | {name: own - common for name, own in moved.items()}
+    parts = [f"{name}: " + ", ".join(f"{k}={v}" for k, v in sorted(own)) for name, own in text.items() if own]
+    return "\n".join(textwrap.wrap("switches moved from the preset: " + "; ".join(parts), 130))
+
+
+def _caption(fig, title, note=""):
+    "A title above the panels and a note in small print below them."
+    fig.suptitle(title, fontsize=10)
+    if note:
+        fig.supxlabel(note, fontsize=6.5, color="#5a5a5a")
+        fig.set_figheight(fig.get_figheight() + 0.13 * (1 + note.count("\n")))
 
 
 def same_training(
@@ -258,7 +271,7 @@ def _classes_figures(records, cells) -> dict:
     for (dataset, preset), block in rows[rows.ours.notna()].groupby(["dataset", "preset"]):
         lines = same_training(block)
         name = figure_name("fig:benchmark_continual", dataset) + ("" if preset == "ours" else f"_{preset}")
-        figures[name] = classes_figure(lines, _titled(f"{dataset}, {lines.steps.iloc[0]:,.0f} steps", lines))
+        figures[name] = classes_figure(lines, f"{dataset}, {lines.steps.iloc[0]:,.0f} steps")
     return figures
 
 # %% ../../nbs/74_figures.ipynb #8db7161e
@@ -273,6 +286,7 @@ def length_figure(
     shared = sorted(set.intersection(*(set(line.n_classes) for _, line in run.groupby(["method", "steps"]))))
     shown = [shared[0], shared[len(shared) // 2], shared[-1]] if len(shared) > 2 else shared
     theirs = select(paper_frame(), table="continualz", dataset=run.dataset.iloc[0])
+    has_bands = run.dataset.iloc[0] == "omniglot" and run.method.isin(["oml", "anml"]).any()
     fig, axes = _panels(len(shown), 3.1, 3.2, sharey=True)
     for ax, n in zip(axes[0], shown):
         for (method, update), line in run[run.n_classes == n].groupby(["method", "update"], sort=False):
@@ -282,7 +296,7 @@ def length_figure(
             paper = select(theirs, method=method, n_classes=n).accuracy
             at = full * 1.06 ** (i - 1)
             ax.plot([at] * len(paper), paper, color=METHOD_STYLE[method]["color"], marker=METHOD_STYLE[method]["marker"], mfc=CARD, ls="none")
-            if run.dataset.iloc[0] == "omniglot" and "+" not in method and n in bands(method):
+            if has_bands and "+" not in method and n in bands(method):
                 ax.plot([at] * 2, bands(method)[n], color=METHOD_STYLE[method]["color"], lw=4, alpha=0.4, solid_capstyle="butt")
         ticks = sorted({*run.steps, full})
         ax.set(title=f"{n} classes", xlabel="steps of meta-training, thousands", xscale="log", ylim=(0, 102))
@@ -290,10 +304,10 @@ def length_figure(
         ax.set_xticks(ticks, [f"{t / 1000:g}" for t in ticks])
         ax.grid(color=FAINT, lw=0.6)
     axes[0, 0].set_ylabel("test accuracy, %")
-    fig.suptitle(title, fontsize=10)
+    _caption(fig, title, _moved_note(run))
     handles = [Line2D([], [], **METHOD_STYLE[m] | dict(linestyle="-"), label=method_label(m)) for m in METHODS if m in set(run.method)]
     handles += [Line2D([], [], color=INK, marker="o", mfc=CARD, ls="none", label="paper")]
-    if run.dataset.iloc[0] == "omniglot":
+    if has_bands:
         handles += [Line2D([], [], color=INK, lw=4, alpha=0.4, label="independent re-runs")]
     _legend(fig, handles, columns=min(5, len(handles)))
     return fig
@@ -320,7 +334,7 @@ def _length_figures(records, cells) -> dict:
         if lengths.max() > 1:
             lines = lines[lengths > 1]
             name = f"length_{figure_name('', dataset).lstrip('_')}" + ("" if preset == "ours" else f"_{preset}") + ("" if protocol == "heldout" else f"_{protocol}_protocol")
-            figures[name] = length_figure(lines, _titled(f"{dataset}, {_PROTOCOLS[protocol]}", lines))
+            figures[name] = length_figure(lines, f"{dataset}, {_PROTOCOLS[protocol]}")
     return figures
 
 # %% ../../nbs/74_figures.ipynb #f26532cf
@@ -328,6 +342,7 @@ def _length_figures(records, cells) -> dict:
 def forgetting_figure(
     records,  # continual ones of one dataset, with `by_age`
     title="",
+    note="",
 ):
     "Accuracy at the end against how many classes were learnt since; dashed where all fast weights learnt."
     fig, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
@@ -339,7 +354,8 @@ def forgetting_figure(
         mean = np.convolve(ages, np.ones(window) / window, "valid")
         label = method_label(record["method"]) + ("" if update == "head" else f", {_LEARNS[update][1]}")
         ax.plot(since, mean, color=METHOD_STYLE[record["method"]]["color"], ls=_LEARNS[update][0], label=label)
-    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title)
+    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102))
+    _caption(fig, title, note)
     ax.set_xlim(left=0)
     ax.grid(color=FAINT, lw=0.6)
     ax.xaxis.set_major_locator(_whole())
@@ -358,7 +374,7 @@ def _forgetting_figures(records, cells) -> dict:
         drawn = [by_key[key] for key in dict.fromkeys(keys[0] for keys in lines["keys"]) if "by_age" in by_key[key]["metrics"]]
         if drawn:
             name = figure_name("fig:forgetting", dataset) + ("" if preset == "ours" else f"_{preset}")
-            figures[name] = forgetting_figure(drawn, _titled(f"{dataset}, {lines.steps.iloc[0]:,.0f} steps", lines))
+            figures[name] = forgetting_figure(drawn, f"{dataset}, {lines.steps.iloc[0]:,.0f} steps", _moved_note(lines))
     return figures
 
 # %% ../../nbs/74_figures.ipynb #60bad649
@@ -412,7 +428,7 @@ def _ablation_figures(records, cells) -> dict:
     figures = {}
     for (dataset, backbone), block in cells[cells.task == "fewshot"].groupby(["dataset", "backbone"]):
         tables = {table: swept(table, block) for table in _ABLATIONS}
-        tables = {table: rows for table, rows in tables.items() if rows.ours.notna().sum() > 1}
+        tables = {t: rows for t, rows in tables.items() if rows[rows.ours.notna()].groupby("n_shot").size().gt(1).any()}
         if tables:
             steps = max(rows.steps.max() for rows in tables.values())
             name = figure_name("fig:latency_comparison", dataset) + ("" if backbone == "conv4" else f"_{backbone}")
@@ -438,6 +454,7 @@ def mask_figure(
     masks,  # title -> (classes, mechanisms) mean masks
     class_names=(),  # default: numbers
     suptitle="",
+    note="",  # in small print below
 ):
     "Mean masks side by side, such as before and after training."
     arrays = [np.asarray(mask, dtype=float) for mask in masks.values()]
@@ -449,7 +466,7 @@ def mask_figure(
         _heat(ax, mask, class_names, title, cbar=False)
     axes[0, 0].set_ylabel("class")
     fig.colorbar(axes[0, -1].collections[0], ax=axes, label=_SHARE)
-    fig.suptitle(suptitle, fontsize=10)
+    _caption(fig, suptitle, textwrap.fill(note, 40 * len(masks)))
     return fig
 
 
@@ -604,11 +621,11 @@ def _continual_masks(dataset, runs, activation) -> dict:
     table = records_table(runs).drop_duplicates("method")
     names = [activation.short_name(c) for c in metrics["classes"]]
     tested = [activation.short_name(c) for c in metrics["test_classes"]]
-    last = mask_figure({titles[0]: activation.unpack(metrics["last"])}, names, _titled(dataset, table[:1]))
+    last = mask_figure({titles[0]: activation.unpack(metrics["last"])}, names, dataset, _moved_note(table[:1]))
     masks = {title: activation.unpack(r["metrics"]["test"]) for title, r in zip(titles, runs)}
     return {
         figure_name("fig:activation", dataset) + "_continual": last,
-        activation.mask_name(dataset): mask_figure(masks, tested, _titled(dataset, table)),
+        activation.mask_name(dataset): mask_figure(masks, tested, dataset, _moved_note(table)),
     }
 
 
@@ -627,12 +644,18 @@ def all_figures(
 
 
 def _fewshot_figures(records, cells) -> dict:
+    "For each dataset and backbone SIB, SIB+Linear and SIB+AIM, each panel at the longest training that two of them share."
+    rows = comparison("few-shot", cells)
+    rows = rows[rows.ours.notna()]
+    rows = rows[as_preset(rows) & (rows.K.isna() | ((rows.K == 8) & (rows.l == 2) & (rows.decision == "hard")))]
     figures = {}
-    rows = main_rows(comparison("few-shot", cells))
-    rows = rows[rows.ours.notna() & (rows.K.isna() | ((rows.K == 8) & (rows.l == 2) & (rows.decision == "hard")))]
     for (dataset, backbone), block in rows.groupby(["dataset", "backbone"]):
-        lengths = ", ".join(f"{steps:,.0f}" for steps in sorted(set(block.steps)))
-        figures[f"few-shot_{dataset}_{backbone}"] = fewshot_figure(block, f"{dataset}, {backbone}, {lengths} steps")
+        panels = []
+        for _, shots in block.groupby("n_shot"):
+            methods = shots.groupby(["steps", "budget"]).method.nunique()
+            steps, budget = max(methods.index, key=lambda at: (min(2, methods[at]), at[0], methods[at]))
+            panels.append(shots[(shots.steps == steps) & (shots.budget == budget)].drop_duplicates("method"))
+        figures[f"few-shot_{dataset}_{backbone}"] = fewshot_figure(pd.concat(panels), f"{dataset}, {backbone}")
     return figures
 
 
