@@ -28,7 +28,9 @@ from aim_nb.report.compare import Verdict
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def fewshot(method="sib", shift=0.0, name="paper", seed=0, dataset="cifar-fs", n_shot=1, ci95=0.4, sizes=(8, 2), **protocol):
+def fewshot(
+    method="sib", shift=0.0, name="paper", seed=0, dataset="cifar-fs", n_shot=1, ci95=0.4, sizes=(8, 2), **protocol
+):
     "A made-up record, `shift` points from the paper's figure of that method; `sizes`: K and l."
     where = dict(dataset=dataset, backbone="conv4", n_shot=n_shot)
     known = paper_table("few-shot", method=method, **where)
@@ -39,7 +41,9 @@ def fewshot(method="sib", shift=0.0, name="paper", seed=0, dataset="cifar-fs", n
     return new_record("fewshot", dataset, method, seed, budget(name), Protocol(**protocol), parameters, "0", metrics)
 
 
-def continual(method="oml", shift=0.0, name="paper", dataset="omniglot", base="ours", seed=0, n_runs=2, switches=None, **effort):
+def continual(
+    method="oml", shift=0.0, name="paper", dataset="omniglot", base="ours", seed=0, n_runs=2, switches=None, **effort
+):
     "A made-up continual record, `shift` points from the paper's figures; `switches` of the preset `base` are changed."
     protocol = relevant(method, preset(base, dataset, **(switches or {})))
     nearest, changed = nearest_preset(dataset, method, protocol)
@@ -49,13 +53,19 @@ def continual(method="oml", shift=0.0, name="paper", dataset="omniglot", base="o
     metrics = dict(n_classes=[row["n_classes"] for row in rows], test=test, train=train, accuracy=50.0, ci95=1.0)
     plan = replace(budget(name, "continual"), runs=n_runs, **effort)
     aim = dict(M=64, K=10, l=2) if "aim" in method else {}
-    return new_record("continual", dataset, method, seed, plan, protocol, aim, "0", metrics, preset=nearest, changed=changed)
+    return new_record(
+        "continual", dataset, method, seed, plan, protocol, aim, "0", metrics, preset=nearest, changed=changed
+    )
 
 
 def use(dataset="cifar-fs", method="sib+aim", n_shot=1, last=None, name="paper"):
     "A made-up activation record that ends with the class masks `last`."
     is_fewshot = "sib" in method
-    run = fewshot(method, n_shot=n_shot, dataset=dataset, name=name) if is_fewshot else continual(method, dataset=dataset, name=name)
+    run = (
+        fewshot(method, n_shot=n_shot, dataset=dataset, name=name)
+        if is_fewshot
+        else continual(method, dataset=dataset, name=name)
+    )
     first = np.full((8, 32), 0.25)
     last = np.eye(8, 32) if last is None else last
     log = dict(step=[0, 1, 2], mask=np.stack([first, first, last]), score=np.stack([first, first, last]))
@@ -65,10 +75,14 @@ def use(dataset="cifar-fs", method="sib+aim", n_shot=1, last=None, name="paper")
 
 def with_hits(record, hits):
     "The record with the number of right queries of each of its test episodes."
-    metrics = dict(accuracy=float(np.mean(hits)) / 75 * 100, ci95=1.96 * float(np.std(hits, ddof=1)) / 75 * 100 / len(hits) ** 0.5)
+    metrics = dict(
+        accuracy=float(np.mean(hits)) / 75 * 100, ci95=1.96 * float(np.std(hits, ddof=1)) / 75 * 100 / len(hits) ** 0.5
+    )
     metrics |= dict(hits=pack_hits(np.array(hits), 75), episodes=len(hits))
     parameters = record["parameters"] | dict(n_way=5, n_query=15)
-    return new_record("fewshot", "cifar-fs", record["method"], record["seed"], budget("paper"), Protocol(), parameters, "0", metrics)
+    return new_record(
+        "fewshot", "cifar-fs", record["method"], record["seed"], budget("paper"), Protocol(), parameters, "0", metrics
+    )
 
 
 def main(records, table="few-shot"):
@@ -93,12 +107,20 @@ def test_a_row_for_each_measured_cell():
     table = schema.records_table([fewshot(), continual(), use()])
     assert table.groupby("task").size().to_dict() == {"fewshot": 1, "continual": 9, "activation": 1}
     row = table[table.n_classes == 600].iloc[0]
-    assert row.accuracy == pytest.approx(44.56) and row.train_accuracy == pytest.approx(46.56) and row.gap == pytest.approx(2.0)
+    assert (
+        row.accuracy == pytest.approx(44.56)
+        and row.train_accuracy == pytest.approx(46.56)
+        and row.gap == pytest.approx(2.0)
+    )
     assert row.interval == pytest.approx(1.96 * np.std([-0.2, 0.2], ddof=1) / 2**0.5)
 
 
 def test_presets_and_changed_switches_are_told_apart():
-    records = [continual("oml+aim"), continual("oml+aim", base="release"), continual("oml+aim", switches=dict(gate="sigmoid", norm="affine"))]
+    records = [
+        continual("oml+aim"),
+        continual("oml+aim", base="release"),
+        continual("oml+aim", switches=dict(gate="sigmoid", norm="affine")),
+    ]
     table = schema.records_table(records).drop_duplicates("key")
     assert list(table.preset) == ["ours", "release", "ours"]
     assert list(table.aim_switches) == [(), (), (("gate", "sigmoid"),)]
@@ -187,10 +209,18 @@ def test_a_narrow_network_is_not_of_the_papers_length():
 def test_coverage_counts_cells():
     assert totals([]) == (0, 0, 0, 319)
     assert totals([fewshot()]) == (1, 1, 0, 318)
-    assert totals([fewshot(shift=-9), fewshot("sib+aim", 9.0)]) == (3, 2, 0, 316)  # K = 8, l = 2 stands in tab:sto_count, too
+    assert totals([fewshot(shift=-9), fewshot("sib+aim", 9.0)]) == (
+        3,
+        2,
+        0,
+        316,
+    )  # K = 8, l = 2 stands in tab:sto_count, too
     assert totals([fewshot(name="quick")]) == (0, 0, 1, 318)
     assert totals([fewshot(seed=seed) for seed in range(3)]) == (1, 1, 0, 318)
-    assert totals([fewshot("sib+aim", sizes=(8, 0))]) == (3, 3, 0, 316) or totals([fewshot("sib+aim", sizes=(8, 0))])[0] == 3
+    assert (
+        totals([fewshot("sib+aim", sizes=(8, 0))]) == (3, 3, 0, 316)
+        or totals([fewshot("sib+aim", sizes=(8, 0))])[0] == 3
+    )
 
 
 def test_the_longest_training_speaks_for_a_cell():
@@ -198,7 +228,9 @@ def test_the_longest_training_speaks_for_a_cell():
     assert list(rows[rows.ours.notna()].steps) == [50_000]
 
 
-@pytest.mark.parametrize("changes", [dict(gate="sigmoid"), dict(mask="random"), dict(order="second"), dict(inputs="release")])
+@pytest.mark.parametrize(
+    "changes", [dict(gate="sigmoid"), dict(mask="random"), dict(order="second"), dict(inputs="release")]
+)
 def test_moved_switches_cover_no_cell(changes):
     assert totals([continual("oml+aim", switches=changes)])[0] == 0
     assert totals([continual("oml+aim", switches=dict(norm="affine", precision="bf16"))])[0] == 9
@@ -216,10 +248,14 @@ def test_differences_are_taken_by_test_episode():
     hard = rng.integers(30, 70, 200)
     plain, aim = with_hits(fewshot(), hard), with_hits(fewshot("sib+aim"), hard + rng.integers(0, 3, 200))
     row = compare.gains([plain, aim]).iloc[0]
-    expected = 1.96 * np.std((np.array(hard) - hard - rng.integers(0, 1)) + 0, ddof=1)  # no noise of the episodes is left
+    expected = 1.96 * np.std(
+        (np.array(hard) - hard - rng.integers(0, 1)) + 0, ddof=1
+    )  # no noise of the episodes is left
     assert expected == 0 and 0 < row.interval < 0.2 < plain["metrics"]["ci95"]
     without = [r | dict(metrics={k: v for k, v in r["metrics"].items() if k != "hits"}) for r in (plain, aim)]
-    assert compare.gains(without).iloc[0].interval == pytest.approx(np.hypot(plain["metrics"]["ci95"], aim["metrics"]["ci95"]))
+    assert compare.gains(without).iloc[0].interval == pytest.approx(
+        np.hypot(plain["metrics"]["ci95"], aim["metrics"]["ci95"])
+    )
     assert compare.gains(without).iloc[0]["value"] == pytest.approx(row["value"])
 
 
@@ -248,7 +284,9 @@ def test_a_pair_shares_preset_switches_steps_and_the_rule_for_rates():
 
 
 def test_aim_with_everything_moving_is_compared_with_the_plain_head():
-    result = decided("aim-beats-oml", continual("oml"), continual("oml+aim", 1.0, switches=dict(metatest_update="fast")))
+    result = decided(
+        "aim-beats-oml", continual("oml"), continual("oml+aim", 1.0, switches=dict(metatest_update="fast"))
+    )
     assert result.status == "supported" and set(result.settings["update"]) == {"fast"}
 
 
@@ -263,7 +301,9 @@ def test_a_seed_tested_twice_counts_once_by_the_larger_test():
 
 def test_every_claim_has_a_result_and_nothing_is_untested_by_accident():
     results = report_claims.decide([])
-    assert [r.claim["id"] for r in results] == [c["id"] for c in claims()] and {r.status for r in results} == {"untested"}
+    assert [r.claim["id"] for r in results] == [c["id"] for c in claims()] and {r.status for r in results} == {
+        "untested"
+    }
 
 
 def test_signs_and_intervals_decide():
@@ -277,20 +317,31 @@ def test_one_contradicted_setting_is_not_supported():
     five = [fewshot(n_shot=5, shift=9.0), fewshot("sib+aim", n_shot=5)]
     result = decided("aim-beats-sib", fewshot(), fewshot("sib+aim"), *five)
     assert result.status == "mixed" and result.weakest.n_shot == 5
-    assert "mixed: -6.22 ± 0.57 on cifar-fs, conv4, 5-shot (2 settings, 1 for, 1 against, 1 seed)" == report_claims.decision_text(result)
+    assert (
+        "mixed: -6.22 ± 0.57 on cifar-fs, conv4, 5-shot (2 settings, 1 for, 1 against, 1 seed)"
+        == report_claims.decision_text(result)
+    )
 
 
 def test_short_trainings_decide_only_so_far():
     short = [fewshot(shift=9.0, name="paper@4000"), fewshot("sib+aim", name="paper@4000")]
     early, later = decided("aim-beats-sib", *short), decided("aim-beats-sib", *short, fewshot(), fewshot("sib+aim"))
     assert (early.status, early.so_far, later.status, later.so_far) == ("contradicted", True, "supported", False)
-    assert "contradicted so far" in report_claims.decision_text(early) and "at 4,000 steps" in report_claims.decision_text(early)
+    assert "contradicted so far" in report_claims.decision_text(
+        early
+    ) and "at 4,000 steps" in report_claims.decision_text(early)
     assert len(later.settings) == 1 and len(later.others) == 1
 
 
-@pytest.mark.parametrize("changes", [dict(gate="sigmoid"), dict(mask="fixed"), dict(inputs="release"), dict(metatest_rate="test")])
+@pytest.mark.parametrize(
+    "changes", [dict(gate="sigmoid"), dict(mask="fixed"), dict(inputs="release"), dict(metatest_rate="test")]
+)
 def test_moved_switches_and_rates_by_test_images_decide_no_claim(changes):
-    result = decided("aim-beats-oml", continual("oml", switches=changes if "gate" not in changes else {}), continual("oml+aim", -60.0, switches=changes))
+    result = decided(
+        "aim-beats-oml",
+        continual("oml", switches=changes if "gate" not in changes else {}),
+        continual("oml+aim", -60.0, switches=changes),
+    )
     assert result.status == "untested"
 
 
@@ -321,20 +372,34 @@ def test_claims_about_the_use_of_mechanisms():
     assert decided("shared-mechanisms", use()).status == "contradicted"
     assert decided("use-becomes-sparse", use()).status == "supported"
     assert decided("clear-separation", use()).status == "supported"
-    assert decided("omniglot-is-sparser", use("omniglot", "oml+aim"), use("cifar100", "oml+aim", last=shared)).status == "supported"
+    assert (
+        decided("omniglot-is-sparser", use("omniglot", "oml+aim"), use("cifar100", "oml+aim", last=shared)).status
+        == "supported"
+    )
 
 
 def test_a_gap_says_nothing_of_a_method_that_has_not_learnt():
     plain, aim = continual("oml"), continual("oml+aim")
-    assert len(report_claims.measure("small-generalisation-gap", compare.summarise(schema.records_table([plain, aim])))) == 9
+    assert (
+        len(report_claims.measure("small-generalisation-gap", compare.summarise(schema.records_table([plain, aim]))))
+        == 9
+    )
     dead = continual("oml+aim", -78.0)
-    assert len(report_claims.measure("small-generalisation-gap", compare.summarise(schema.records_table([plain, dead])))) == 0
+    assert (
+        len(report_claims.measure("small-generalisation-gap", compare.summarise(schema.records_table([plain, dead]))))
+        == 0
+    )
 
 
 def test_omniglot_minus_the_others_at_ten_classes():
-    records = [continual(m, s, dataset=d) for d in ("omniglot", "cifar100") for m, s in (("oml", 0.0), ("oml+aim", 5.0))]
+    records = [
+        continual(m, s, dataset=d) for d in ("omniglot", "cifar100") for m, s in (("oml", 0.0), ("oml+aim", 5.0))
+    ]
     result = decided("omniglot-gains-most", *records)
-    paper = {d: [paper_value("continualz", dataset=d, method=m, n_classes=10)[0] for m in ("oml", "oml+aim")] for d in ("omniglot", "cifar100")}
+    paper = {
+        d: [paper_value("continualz", dataset=d, method=m, n_classes=10)[0] for m in ("oml", "oml+aim")]
+        for d in ("omniglot", "cifar100")
+    }
     assert result.weakest.value == pytest.approx(np.diff(paper["omniglot"])[0] - np.diff(paper["cifar100"])[0])
 
 
@@ -357,7 +422,9 @@ HOSTILE = 'folder:/x/<script>alert(1)</script>|[a](javascript:b)`"\x1b[2J'
 
 def test_what_stands_in_a_record_is_escaped():
     records = [fewshot(dataset=HOSTILE), fewshot("sib+aim", dataset=HOSTILE)]
-    text = tables.compact(compare.comparison("few-shot", schema.records_table([*records, fewshot()])).query("ours.notna()"))
+    text = tables.compact(
+        compare.comparison("few-shot", schema.records_table([*records, fewshot()])).query("ours.notna()")
+    )
     for shown in (tables.table_markdown(text), tables.show_table(text, HOSTILE).to_html()):
         assert "<script" not in shown and "\x1b" not in shown.split("caption")[0]
     assert all(line.count("|") == len(text.columns) + 1 for line in tables.table_markdown(text).splitlines())
@@ -369,13 +436,17 @@ def test_what_stands_in_a_record_is_escaped():
 def test_constant_columns_are_dropped_and_moved_switches_are_named():
     rows = compare.comparison("few-shot", schema.records_table([fewshot(), fewshot("sib+aim")]))
     assert list(tables.compact(rows[rows.ours.notna()])) == ["Method", "Ours", "Paper", "Difference", "Verdict"]
-    rows = compare.comparison("few-shot", schema.records_table([fewshot("sib+aim"), fewshot("sib+aim", aim_update="episode")]))
+    rows = compare.comparison(
+        "few-shot", schema.records_table([fewshot("sib+aim"), fewshot("sib+aim", aim_update="episode")])
+    )
     text = tables.compact(rows[rows.ours.notna()])
     assert sorted(text.Switches) == ["aim_update=episode", "–"]
 
 
 def test_continual_curves_are_a_line_each():
-    rows = compare.comparison("continualz", schema.records_table([continual("oml", 1.0), continual("oml+aim", name="paper@2000")]))
+    rows = compare.comparison(
+        "continualz", schema.records_table([continual("oml", 1.0), continual("oml+aim", name="paper@2000")])
+    )
     text = tables.curves(rows[rows.ours.notna()])
     assert list(text.Method) == ["OML", "OML+AIM"] and list(text.Verdict) == ["above the paper", "shorter training"]
     assert text["600"].iloc[0] == "45.6 (44.6)"
@@ -392,8 +463,15 @@ def test_nothing_is_typed_by_hand():
 
 def test_every_figure_is_drawn_from_the_kept_records():
     drawn = figures.all_figures()
-    assert {"few-shot_cifar-fs_conv4", "benchmark_continual_omniglot", "length_omniglot", "forgetting_omniglot"} <= set(drawn)
-    assert {"latency_comparison_cifar-fs", "mask-cifarfs_1shot_conv", "attn_weight_conv_cifar-fs", "mask-cont_omni"} <= set(drawn)
+    assert {"few-shot_cifar-fs_conv4", "benchmark_continual_omniglot", "length_omniglot", "forgetting_omniglot"} <= set(
+        drawn
+    )
+    assert {
+        "latency_comparison_cifar-fs",
+        "mask-cifarfs_1shot_conv",
+        "attn_weight_conv_cifar-fs",
+        "mask-cont_omni",
+    } <= set(drawn)
     assert all(re.fullmatch(r"[\w.+-]+", name) for name in drawn)
     kept = {path.stem for path in (ROOT / "figures").glob("*.png")}
     assert kept == set(drawn) | {"AIM", "applying_aims"}, "run `make figures`"
@@ -404,7 +482,11 @@ def lines(figure):
 
 
 def test_a_figure_shows_what_the_records_say():
-    few = [continual("oml"), continual("oml+aim", -10.0), continual("oml", base="release", switches=dict(protocol="heldout"))]
+    few = [
+        continual("oml"),
+        continual("oml+aim", -10.0),
+        continual("oml", base="release", switches=dict(protocol="heldout")),
+    ]
     drawn = figures.all_figures(few, only="benchmark")
     assert set(drawn) == {"benchmark_continual_omniglot", "benchmark_continual_omniglot_release"}
     shown = lines(drawn["benchmark_continual_omniglot"])

@@ -43,7 +43,9 @@ COMPARISONS = {
     "some-chance-helps": [Comparison(_AIM, _HARD, table="sto_count")],
     "much-chance-hurts": [Comparison(dict(_AIM, l=24), _AIM, table="sto_count")],
     "hard-wins-conv": [Comparison(dict(_HARD, backbone="conv4"), dict(_SOFT, backbone="conv4"), table="soft_hard")],
-    "soft-wins-wrn": [Comparison(dict(_SOFT, backbone="wrn-28-10"), dict(_HARD, backbone="wrn-28-10"), table="soft_hard")],
+    "soft-wins-wrn": [
+        Comparison(dict(_SOFT, backbone="wrn-28-10"), dict(_HARD, backbone="wrn-28-10"), table="soft_hard")
+    ],
     "aim-beats-oml": [Comparison(_OML_AIM, dict(method="oml"))],
     "aim-beats-anml": [Comparison(_ANML_AIM, dict(method="anml"))],
     "aim-beats-oml-linear": [Comparison(_OML_AIM, dict(method="oml+linear"))],
@@ -162,7 +164,20 @@ def says(claim, value, se) -> int:
     return 1 if margin > 0 else -1
 
 # %% ../../nbs/72_claims.ipynb #fa99b88e
-_QUESTION = ["dataset", "backbone", "n_shot", "n_classes", "method", "K", "l", "decision", "preset", "switches", "protocol", "update"]
+_QUESTION = [
+    "dataset",
+    "backbone",
+    "n_shot",
+    "n_classes",
+    "method",
+    "K",
+    "l",
+    "decision",
+    "preset",
+    "switches",
+    "protocol",
+    "update",
+]
 
 
 def _counting(rows, claim) -> pd.Series:

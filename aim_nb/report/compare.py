@@ -8,8 +8,7 @@ import math
 from enum import StrEnum
 import numpy as np
 import pandas as pd
-from ..config import PRESETS, Protocol
-from ..engine.records import read_records
+from ..config import PRESETS
 from ..engine.train_continual import nearest_preset
 from ..paper import hyperparameters, paper_table
 from .schema import METHODS, METRICS, SETTING, episode_accuracies, good_records, paper_frame, records_table
@@ -65,7 +64,17 @@ def differences(
     if "dataset" in free:
         free |= {"data_sha", "plan"}
     on = [column for column in SETTING if column not in free | {"update"}] + ["tested"]
-    value = [metric, f"{metric}_se", f"{metric}_sd", "seeds", "episodes", "aim_switches", "dataset", "accuracy", "accuracy_se"]
+    value = [
+        metric,
+        f"{metric}_se",
+        f"{metric}_sd",
+        "seeds",
+        "episodes",
+        "aim_switches",
+        "dataset",
+        "accuracy",
+        "accuracy_se",
+    ]
     left, right = (side.assign(tested=np.where(side["update"] == "means", "means", "learnt")) for side in (left, right))
     other = right[[*on, *(c for c in dict.fromkeys(value) if c not in on)]]
     pairs = left.merge(other, on=on, suffixes=("", "_other"))
@@ -177,12 +186,18 @@ def _row_verdict(row, spread, datasets) -> Verdict:
     return verdict(row["ours"], row["paper"], row["interval"], row["paper_interval"], own)
 
 # %% ../../nbs/71_compare.ipynb #5fc98402
-MAY_MOVE = {"norm", "precision", "weights"}  # switches that may differ from the preset, alike on both sides of a comparison
+MAY_MOVE = {
+    "norm",
+    "precision",
+    "weights",
+}  # switches that may differ from the preset, alike on both sides of a comparison
 
 
 def as_preset(rows):
     "Which rows have the full network, AIM as its preset has it, and no switch moved but those in `MAY_MOVE`."
-    moved = [bool(aim) or not {name for name, _ in other} <= MAY_MOVE for aim, other in zip(rows.aim_switches, rows.switches)]
+    moved = [
+        bool(aim) or not {name for name, _ in other} <= MAY_MOVE for aim, other in zip(rows.aim_switches, rows.switches)
+    ]
     return ~np.array(moved, dtype=bool) & rows.width.eq(0).to_numpy()
 
 
@@ -285,5 +300,7 @@ def gain_sentences(records) -> str:
                 said, number = "cannot be told from", f"{row['value']:+.2f} ± {row['interval']:.2f} points"
             name = "SIB" if over == "sib" else "SIB+Linear"
             seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
-            lines.append(f"- **{row['n_shot']}-shot:** SIB+AIM {said} {name} ({number}, {row['steps']:,} steps, {seeds}).")
+            lines.append(
+                f"- **{row['n_shot']}-shot:** SIB+AIM {said} {name} ({number}, {row['steps']:,} steps, {seeds})."
+            )
     return "\n".join(lines) or "- No SIB+AIM was run with a method to compare it with."

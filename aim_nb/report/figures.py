@@ -18,7 +18,7 @@ from PIL import Image
 from ..core import AimError, atomic_write, runs_dir
 from ..paper import bands, hyperparameters
 from .compare import COORDINATES, as_preset, comparison, main_rows, select
-from .schema import METHODS, good_records, method_label, paper_frame, records_table, switches_text
+from .schema import METHODS, good_records, method_label, paper_frame, records_table
 
 # %% auto #0
 __all__ = ['CARD', 'INK', 'FAINT', 'METHOD_STYLE', 'CYCLE', 'RC', 'styled', 'figure_name', 'save_fig', 'fewshot_figure',
@@ -127,10 +127,12 @@ def _panels(n, width=3.6, height=3.2, **kwargs):
     return plt.subplots(1, n, figsize=(width * n + 0.6, height), layout="constrained", squeeze=False, **kwargs)
 
 
-def _legend(fig, handles, columns=None):
-    "A legend below the panels, never over data."
+def _legend(fig, handles, columns=None, note=""):
+    "A legend below the panels, never over data, under a note in small print."
     if handles:
-        fig.legend(handles=handles, loc="outside lower center", ncols=columns or len(handles))
+        title = dict(title=note, title_fontsize=6.5) if note else {}
+        fig.legend(handles=handles, loc="outside lower center", ncols=columns or len(handles), **title)
+    fig.set_figheight(fig.get_figheight() + 0.13 * len(note.splitlines()))
 
 
 @styled
@@ -149,11 +151,22 @@ def fewshot_figure(
     for ax, n_shot in zip(axes[0], shots):
         here = run[run.n_shot == n_shot].reset_index(drop=True)
         for i, row in here.iterrows():
-            mark = dict(color=METHOD_STYLE[row["method"]]["color"], marker=METHOD_STYLE[row["method"]]["marker"], capsize=3, ls="none", ms=7)
+            mark = dict(
+                color=METHOD_STYLE[row["method"]]["color"],
+                marker=METHOD_STYLE[row["method"]]["marker"],
+                capsize=3,
+                ls="none",
+                ms=7,
+            )
             ax.errorbar(i - 0.12, row["ours"], row["interval"], **mark)
             if pd.notna(row["paper"]):
                 ax.errorbar(i + 0.12, row["paper"], row["paper_interval"], **mark, mfc=CARD)
-        ax.set(xticks=range(len(here)), xticklabels=map(method_label, here.method), xlim=(-0.5, len(here) - 0.5), title=f"{n_shot}-shot, {here.steps.iloc[0]:,.0f} steps")
+        ax.set(
+            xticks=range(len(here)),
+            xticklabels=map(method_label, here.method),
+            xlim=(-0.5, len(here) - 0.5),
+            title=f"{n_shot}-shot, {here.steps.iloc[0]:,.0f} steps",
+        )
         ax.margins(y=0.15)
         ax.grid(axis="y", color=FAINT, lw=0.6)
     axes[0, 0].set_ylabel("test accuracy, %")
@@ -181,14 +194,28 @@ def learning_curves(
     fig, ax = plt.subplots(figsize=(6, 3), layout="constrained")
     for method, curve in table.groupby("method", sort=False):
         style = METHOD_STYLE[method]
-        sns.lineplot(curve, x="step", y="value", errorbar=("pi", 100), ax=ax, err_kws=dict(alpha=0.15, lw=0), label=method_label(method), legend=False, **style)
+        sns.lineplot(
+            curve,
+            x="step",
+            y="value",
+            errorbar=("pi", 100),
+            ax=ax,
+            err_kws=dict(alpha=0.15, lw=0),
+            label=method_label(method),
+            legend=False,
+            **style,
+        )
     ax.set(xlabel="training step", ylabel=ylabel, title=title)
     ax.grid(color=FAINT, lw=0.6)
     _legend(fig, ax.get_legend_handles_labels()[0])
     return fig
 
 # %% ../../nbs/74_figures.ipynb #08bbbf23
-_LEARNS = {"head": ("-", "the output layer learns"), "fast": ("--", "all fast weights learn"), "means": (":", "class means")}
+_LEARNS = {
+    "head": ("-", "the output layer learns"),
+    "fast": ("--", "all fast weights learn"),
+    "means": (":", "class means"),
+}
 _PROTOCOLS = {"heldout": "ours, held-out classes", "release": "ours, the authors' protocol", "leak": "ours, leak"}
 
 
@@ -219,18 +246,24 @@ def classes_figure(
     if len(theirs):
         for method in dict.fromkeys(run.method):
             line = theirs[theirs.method == method]
-            axes[0, -1].plot(line.n_classes.to_numpy(float), line.accuracy, **METHOD_STYLE[method] | dict(linestyle="-"))
+            axes[0, -1].plot(
+                line.n_classes.to_numpy(float), line.accuracy, **METHOD_STYLE[method] | dict(linestyle="-")
+            )
         axes[0, -1].set_title(f"paper, {hyperparameters('continual')['steps'].value:,} steps")
     for ax in axes[0]:
         ax.set(xlabel="classes learnt", ylim=(0, 102), xlim=(0, None))
         ax.grid(color=FAINT, lw=0.6)
         ax.xaxis.set_major_locator(_whole())
     axes[0, 0].set_ylabel("test accuracy, %")
-    _caption(fig, title, _moved_note(run))
+    fig.suptitle(title, fontsize=10)
     shown = [method for method in METHODS if method in set(run.method)]
     handles = [Line2D([], [], **METHOD_STYLE[m] | dict(linestyle="-"), label=method_label(m)) for m in shown]
-    handles += [Line2D([], [], color=INK, ls=ls, label=text) for name, (ls, text) in _LEARNS.items() if name in set(run["update"])]
-    _legend(fig, handles, columns=min(5, len(handles)))
+    handles += [
+        Line2D([], [], color=INK, ls=ls, label=text)
+        for name, (ls, text) in _LEARNS.items()
+        if name in set(run["update"])
+    ]
+    _legend(fig, handles, min(5, len(handles)), _moved_note(run))
     return fig
 
 # %% ../../nbs/74_figures.ipynb #5ff69c3e
@@ -239,18 +272,10 @@ def _moved_note(rows) -> str:
     moved = {method_label(row["method"]): {*row["aim_switches"], *row["switches"]} for _, row in rows.iterrows()}
     if not any(moved.values()):
         return ""
-    common = set.intersection(*moved.values())
-    text = {"all" if len(moved) > 1 else next(iter(moved)): common} | {name: own - common for name, own in moved.items()}
+    common = set.intersection(*moved.values()) if len(moved) > 1 else set()
+    text = {"all": common} | {name: own - common for name, own in moved.items()}
     parts = [f"{name}: " + ", ".join(f"{k}={v}" for k, v in sorted(own)) for name, own in text.items() if own]
-    return "\n".join(textwrap.wrap("switches moved from the preset: " + "; ".join(parts), 130))
-
-
-def _caption(fig, title, note=""):
-    "A title above the panels and a note in small print below them."
-    fig.suptitle(title, fontsize=10)
-    if note:
-        fig.supxlabel(note, fontsize=6.5, color="#5a5a5a")
-        fig.set_figheight(fig.get_figheight() + 0.13 * (1 + note.count("\n")))
+    return "\n".join(textwrap.wrap("switches moved from the preset: " + "; ".join(parts), 105))
 
 
 def same_training(
@@ -291,25 +316,49 @@ def length_figure(
     for ax, n in zip(axes[0], shown):
         for (method, update), line in run[run.n_classes == n].groupby(["method", "update"], sort=False):
             line = line.sort_values("steps")
-            ax.errorbar(line.steps, line.ours, line.interval, capsize=2, **METHOD_STYLE[method] | dict(linestyle=_LEARNS[update][0]))
+            ax.errorbar(
+                line.steps,
+                line.ours,
+                line.interval,
+                capsize=2,
+                **METHOD_STYLE[method] | dict(linestyle=_LEARNS[update][0]),
+            )
         for i, method in enumerate(dict.fromkeys(run.method)):
             paper = select(theirs, method=method, n_classes=n).accuracy
             at = full * 1.06 ** (i - 1)
-            ax.plot([at] * len(paper), paper, color=METHOD_STYLE[method]["color"], marker=METHOD_STYLE[method]["marker"], mfc=CARD, ls="none")
+            ax.plot(
+                [at] * len(paper),
+                paper,
+                color=METHOD_STYLE[method]["color"],
+                marker=METHOD_STYLE[method]["marker"],
+                mfc=CARD,
+                ls="none",
+            )
             if has_bands and "+" not in method and n in bands(method):
-                ax.plot([at] * 2, bands(method)[n], color=METHOD_STYLE[method]["color"], lw=4, alpha=0.4, solid_capstyle="butt")
+                ax.plot(
+                    [at] * 2,
+                    bands(method)[n],
+                    color=METHOD_STYLE[method]["color"],
+                    lw=4,
+                    alpha=0.4,
+                    solid_capstyle="butt",
+                )
         ticks = sorted({*run.steps, full})
         ax.set(title=f"{n} classes", xlabel="steps of meta-training, thousands", xscale="log", ylim=(0, 102))
         ax.minorticks_off()
         ax.set_xticks(ticks, [f"{t / 1000:g}" for t in ticks])
         ax.grid(color=FAINT, lw=0.6)
     axes[0, 0].set_ylabel("test accuracy, %")
-    _caption(fig, title, _moved_note(run))
-    handles = [Line2D([], [], **METHOD_STYLE[m] | dict(linestyle="-"), label=method_label(m)) for m in METHODS if m in set(run.method)]
+    fig.suptitle(title, fontsize=10)
+    handles = [
+        Line2D([], [], **METHOD_STYLE[m] | dict(linestyle="-"), label=method_label(m))
+        for m in METHODS
+        if m in set(run.method)
+    ]
     handles += [Line2D([], [], color=INK, marker="o", mfc=CARD, ls="none", label="paper")]
     if has_bands:
         handles += [Line2D([], [], color=INK, lw=4, alpha=0.4, label="independent re-runs")]
-    _legend(fig, handles, columns=min(5, len(handles)))
+    _legend(fig, handles, min(5, len(handles)), _moved_note(run))
     return fig
 
 
@@ -333,7 +382,11 @@ def _length_figures(records, cells) -> dict:
         lengths = lines.groupby(["method", "update"]).steps.transform("nunique")
         if lengths.max() > 1:
             lines = lines[lengths > 1]
-            name = f"length_{figure_name('', dataset).lstrip('_')}" + ("" if preset == "ours" else f"_{preset}") + ("" if protocol == "heldout" else f"_{protocol}_protocol")
+            name = (
+                f"length_{figure_name('', dataset).lstrip('_')}"
+                + ("" if preset == "ours" else f"_{preset}")
+                + ("" if protocol == "heldout" else f"_{protocol}_protocol")
+            )
             figures[name] = length_figure(lines, f"{dataset}, {_PROTOCOLS[protocol]}")
     return figures
 
@@ -354,12 +407,11 @@ def forgetting_figure(
         mean = np.convolve(ages, np.ones(window) / window, "valid")
         label = method_label(record["method"]) + ("" if update == "head" else f", {_LEARNS[update][1]}")
         ax.plot(since, mean, color=METHOD_STYLE[record["method"]]["color"], ls=_LEARNS[update][0], label=label)
-    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102))
-    _caption(fig, title, note)
+    ax.set(xlabel="classes learnt since", ylabel="accuracy at the end, %", ylim=(0, 102), title=title)
     ax.set_xlim(left=0)
     ax.grid(color=FAINT, lw=0.6)
     ax.xaxis.set_major_locator(_whole())
-    _legend(fig, ax.get_legend_handles_labels()[0], columns=3)
+    _legend(fig, ax.get_legend_handles_labels()[0], 3, note)
     return fig
 
 
@@ -371,7 +423,11 @@ def _forgetting_figures(records, cells) -> dict:
     rows = rows[rows.ours.notna() & (rows.protocol == "heldout") & (rows["update"] != "means")]
     for (dataset, preset), block in rows.groupby(["dataset", "preset"]):
         lines = same_training(block)
-        drawn = [by_key[key] for key in dict.fromkeys(keys[0] for keys in lines["keys"]) if "by_age" in by_key[key]["metrics"]]
+        drawn = [
+            by_key[key]
+            for key in dict.fromkeys(keys[0] for keys in lines["keys"])
+            if "by_age" in by_key[key]["metrics"]
+        ]
         if drawn:
             name = figure_name("fig:forgetting", dataset) + ("" if preset == "ours" else f"_{preset}")
             figures[name] = forgetting_figure(drawn, f"{dataset}, {lines.steps.iloc[0]:,.0f} steps", _moved_note(lines))
@@ -443,7 +499,17 @@ def _heat(ax, mask, names, title="", **kwargs):
     "One heatmap, classes x mechanisms; as many class names as fit."
     every = max(1, math.ceil(len(mask) / 40))
     names = list(names) or list(range(len(mask)))
-    sns.heatmap(np.asarray(mask, float), ax=ax, cmap="cividis", vmin=0, vmax=1, rasterized=True, xticklabels=8, yticklabels=False, **kwargs)
+    sns.heatmap(
+        np.asarray(mask, float),
+        ax=ax,
+        cmap="cividis",
+        vmin=0,
+        vmax=1,
+        rasterized=True,
+        xticklabels=8,
+        yticklabels=False,
+        **kwargs,
+    )
     ax.set_yticks(np.arange(0, len(mask), every) + 0.5, names[::every], fontsize=7, rotation=0)
     ax.set(title=title, xlabel="mechanism")
     ax.tick_params(length=0)
@@ -466,7 +532,8 @@ def mask_figure(
         _heat(ax, mask, class_names, title, cbar=False)
     axes[0, 0].set_ylabel("class")
     fig.colorbar(axes[0, -1].collections[0], ax=axes, label=_SHARE)
-    _caption(fig, suptitle, textwrap.fill(note, 40 * len(masks)))
+    fig.suptitle(suptitle, fontsize=10)
+    fig.supxlabel(textwrap.fill(note, 40 * len(masks)), fontsize=6.5)
     return fig
 
 
@@ -548,7 +615,9 @@ def look_figure(
     image=None,  # (H, W) or (H, W, 3), shown at the left
 ):
     "An image, its weights with the active ones coloured, and the probabilities of the classes before and after silencing."
-    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(8.4, 2.6), layout="constrained", width_ratios=[1, 2.2, 1.6])
+    fig, (left, middle, right) = plt.subplots(
+        1, 3, figsize=(8.4, 2.6), layout="constrained", width_ratios=[1, 2.2, 1.6]
+    )
     if image is not None:
         left.imshow(np.squeeze(image), cmap="gray", vmin=0, vmax=255)
     left.set_axis_off()
@@ -558,7 +627,9 @@ def look_figure(
         silenced = is_active and mechanism in seen["off"]
         colours.append(CYCLE[1] if silenced else CYCLE[0] if is_active else FAINT)
     middle.bar(range(len(colours)), seen["score"], color=colours)
-    middle.set(xlabel="mechanism", ylabel="weight", title="blue: active, red: silenced" if seen["off"] else "blue: active")
+    middle.set(
+        xlabel="mechanism", ylabel="weight", title="blue: active, red: silenced" if seen["off"] else "blue: active"
+    )
     probabilities = [seen["before"], seen["after"]] if seen["off"] else [seen["before"]]
     y = np.arange(len(seen["classes"]))
     for i, p in enumerate(probabilities):
@@ -585,7 +656,9 @@ def _activation_figures(records, cells) -> dict:
     for dataset in sorted({key[0] for key in longest}):
         mine = {key[1:]: r for key, r in longest.items() if key[0] == dataset}
         figures |= _fewshot_masks(dataset, {k[1:]: r for k, r in mine.items() if k[0] == "sib+aim"}, activation)
-        figures |= _continual_masks(dataset, [r for k, r in sorted(mine.items(), key=str, reverse=True) if k[0] != "sib+aim"], activation)
+        figures |= _continual_masks(
+            dataset, [r for k, r in sorted(mine.items(), key=str, reverse=True) if k[0] != "sib+aim"], activation
+        )
     return figures
 
 
@@ -607,7 +680,10 @@ def _fewshot_masks(dataset, runs, activation) -> dict:
         for name, packed in metrics["weights"].items():
             if name != activation.ALL:
                 panel = f"{n_shot}-shot, {activation.short_name(name)}"
-                weights.setdefault(f"attn_weight_{end}_{dataset}", {})[panel] = metrics["steps"], activation.unpack(packed)
+                weights.setdefault(f"attn_weight_{end}_{dataset}", {})[panel] = (
+                    metrics["steps"],
+                    activation.unpack(packed),
+                )
     return figures | {name: attention_figure(panels) for name, panels in weights.items()}
 
 

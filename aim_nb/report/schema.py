@@ -31,13 +31,32 @@ SETTING = [
     *("preset", "aim_switches", "switches", "protocol", "update", "rate_rule", "fine_rates", "masks_of"),
     *("budget", "steps", "paper_length", "width", "plan"),
 ]
-COLUMNS = ["source", "table", *SETTING, "seed", "runs", "rates", "rate_runs", *METRICS, "interval", "gap_interval", "key"]
+COLUMNS = [
+    "source",
+    "table",
+    *SETTING,
+    "seed",
+    "runs",
+    "rates",
+    "rate_runs",
+    *METRICS,
+    "interval",
+    "gap_interval",
+    "key",
+]
 
 FINE_RATES = 14  # from so many on, the rates of a meta-test lie as close together as the authors'
 _AIM_SWITCHES = {"gate", "aim_scale", "select", "mask", "reduce", "aim_update", "adapt", "adam", "M", "d_out"}
 _OWN_COLUMN = {"decision", "protocol", "metatest_update", "metatest_rate", "heatmap"}
 _EFFORT = {"runs", "rates", "rate_runs"}  # of a meta-test: moves the noise of a cell, not what it measures
-_TRAINEE = {"inner", "random", "n_classes", "n_out", "lr_in", "lr_out"}  # recorded only where they are not the usual ones
+_TRAINEE = {
+    "inner",
+    "random",
+    "n_classes",
+    "n_out",
+    "lr_in",
+    "lr_out",
+}  # recorded only where they are not the usual ones
 _EPISODE = dict(n_way=5, n_query=15, d_out=0)  # the usual ones of a few-shot record
 
 # %% ../../nbs/70_schema.ipynb #7fa6675c
@@ -175,7 +194,9 @@ def good_records(records=None) -> list:  # default: the kept ones
 def _frame(rows) -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=COLUMNS)
     whole = ["n_shot", "n_classes", "K", "l", "seed", "runs", "rates", "rate_runs"]
-    return frame.astype({name: "Int64" for name in whole} | {name: float for name in (*METRICS, "interval", "gap_interval")})
+    return frame.astype(
+        {name: "Int64" for name in whole} | {name: float for name in (*METRICS, "interval", "gap_interval")}
+    )
 
 
 def records_table(
@@ -192,15 +213,21 @@ def _paper_table() -> pd.DataFrame:
     for cell in paper_cells():
         task = "continual" if cell["table"] == "continualz" else "fewshot"
         method = cell.get("method") or "sib+aim"
-        row = dict(source="paper", task=task, data_sha="", preset="", aim_switches=(), switches=(), masks_of="", plan="")
-        row |= dict(backbone="", budget="paper", paper_length=True, width=0, fine_rates=task == "continual", decision="")
+        row = dict(
+            source="paper", task=task, data_sha="", preset="", aim_switches=(), switches=(), masks_of="", plan=""
+        )
+        row |= dict(
+            backbone="", budget="paper", paper_length=True, width=0, fine_rates=task == "continual", decision=""
+        )
         row |= dict(protocol="", update="", rate_rule="", steps=hyperparameters(task)["steps"].value, seed=0, key="")
         if method.endswith("+aim"):
             usual = hyperparameters(task)
             row |= dict(K=usual["K"].value, l=usual["l"].value, decision="hard")
             if cell["table"] == "soft_hard":
                 row["l"] = 0
-        row |= {key: value for key, value in cell.items() if key in COLUMNS} | dict(method=method, interval=cell.get("ci"))
+        row |= {key: value for key, value in cell.items() if key in COLUMNS} | dict(
+            method=method, interval=cell.get("ci")
+        )
         if "n_classes" in cell:
             row["above_chance"] = cell["accuracy"] - 100 / cell["n_classes"]
         rows.append(row)
@@ -229,7 +256,21 @@ def results_csv(records=None) -> str:  # default: the kept ones
     both = pd.concat([records_table(records), paper_frame()], ignore_index=True)
     for name in ("aim_switches", "switches"):
         both[name] = [" ".join(f"{key}={value}" for key, value in pairs) for pairs in both[name]]
-    order = ["source", "table", "task", "dataset", "backbone", "method", "n_shot", "n_classes", "K", "l", "decision", "steps", "key"]
+    order = [
+        "source",
+        "table",
+        "task",
+        "dataset",
+        "backbone",
+        "method",
+        "n_shot",
+        "n_classes",
+        "K",
+        "l",
+        "decision",
+        "steps",
+        "key",
+    ]
     both = both.sort_values(order, kind="stable").drop(columns=["plan", "fine_rates"])
     return both.round(4).to_csv(index=False, lineterminator="\n")
 

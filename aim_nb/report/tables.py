@@ -8,14 +8,23 @@ import html
 import pandas as pd
 from ..core import content_key
 from .claims import decide, decision_text, setting_text, value_text
-from .compare import TABLE_NAMES, Verdict, comparison, coverage, main_rows
+from .compare import TABLE_NAMES, Verdict, comparison, coverage
 from .schema import good_records, method_label, records_table, switches_text
 
 # %% auto #0
 __all__ = ['escape', 'compact', 'curves', 'table_markdown', 'show_table', 'table_text', 'report_text', 'table_files']
 
 # %% ../../nbs/73_tables.ipynb #c0418ddb
-_NAMES = dict(dataset="Dataset", backbone="Backbone", n_shot="Shots", method="Method", n_classes="Classes", K="K", l="l", decision="Decision")
+_NAMES = dict(
+    dataset="Dataset",
+    backbone="Backbone",
+    n_shot="Shots",
+    method="Method",
+    n_classes="Classes",
+    K="K",
+    l="l",
+    decision="Decision",
+)
 _PROTOCOLS = {"heldout": "held-out", "release": "authors'"}
 
 
@@ -50,7 +59,10 @@ def compact(
     out["Difference"] = ["–" if pd.isna(d) else f"{d:+.2f}" for d in rows.difference]
     out["Verdict"] = [str(word) for word in rows.verdict]
     out["Steps"] = ["–" if pd.isna(steps) else f"{steps:,.0f}" for steps in rows.steps]
-    out["Seeds"] = ["–" if pd.isna(n) else f"{n:.0f}" if pd.isna(sd) else f"{n:.0f} (sd {sd:.2f})" for n, sd in zip(rows.seeds, rows.sd)]
+    out["Seeds"] = [
+        "–" if pd.isna(n) else f"{n:.0f}" if pd.isna(sd) else f"{n:.0f} (sd {sd:.2f})"
+        for n, sd in zip(rows.seeds, rows.sd)
+    ]
     ran = rows.ours.notna()
     out["Budget"] = [_plain(name) for name in rows.budget]
     out["Switches"] = [_plain(switches_text(row)) if yes else "–" for yes, (_, row) in zip(ran, rows.iterrows())]
@@ -70,7 +82,9 @@ def curves(
     run = rows[rows.ours.notna()]
     run = run.assign(name=[switches_text(row) for _, row in run.iterrows()])
     lines = []
-    for _, line in run.groupby(["method", "name", "protocol", "update", "steps", "budget", "width", "runs", "fine_rates"], sort=False):
+    for _, line in run.groupby(
+        ["method", "name", "protocol", "update", "steps", "budget", "width", "runs", "fine_rates"], sort=False
+    ):
         first = line.iloc[0]
         words = line.verdict.value_counts()
         said = str(words.index[0]) if len(words) == 1 else ", ".join(f"{n} {word}" for word, n in words.items())
@@ -80,10 +94,15 @@ def curves(
             paper = "" if pd.isna(row["paper"]) else f" ({row['paper']:.1f})"
             cells[f"{row['n_classes']}"] = f"{row['ours']:.1f}{paper}"
         cells |= {"Steps": f"{first['steps']:,.0f}", "Runs": _plain(first["runs"]), "Switches": _plain(first["name"])}
-        cells |= {"Protocol": _PROTOCOLS.get(first["protocol"], _plain(first["protocol"])), "Learns": _plain(first["update"])}
+        cells |= {
+            "Protocol": _PROTOCOLS.get(first["protocol"], _plain(first["protocol"])),
+            "Learns": _plain(first["update"]),
+        }
         lines.append(cells)
     numbers = [str(n) for n in sorted(run.n_classes.dropna().unique())]
-    out = pd.DataFrame(lines, columns=["Method", "Verdict", *numbers, "Steps", "Runs", "Switches", "Protocol", "Learns"])
+    out = pd.DataFrame(
+        lines, columns=["Method", "Verdict", *numbers, "Steps", "Runs", "Switches", "Protocol", "Learns"]
+    )
     dropped = [name for name in ("Runs", "Switches", "Protocol", "Learns") if out[name].nunique() < 2]
     return out.fillna("–").drop(columns=dropped)
 
@@ -93,10 +112,16 @@ def table_markdown(
 ) -> str:
     "A frame of text as a Markdown table."
     lines = [list(text.columns), ["---"] * len(text.columns), *text.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(escape(cell) if line is not lines[1] else cell for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(escape(cell) if line is not lines[1] else cell for cell in line) + " |" for line in lines
+    )
 
 
 _BADGES = {Verdict.REPRODUCED: "#d5efdf", Verdict.ABOVE: "#dbe7f6", Verdict.BELOW: "#f6d5cf"}
+
+
+def _badge(word) -> str:
+    return f"background-color:{_BADGES.get(word, '#e8e6df')};color:#222222;border-radius:4px"
 
 
 def show_table(
@@ -108,10 +133,11 @@ def show_table(
         dict(selector="caption", props="caption-side:top;text-align:left;font-weight:600"),
         dict(selector="td,th", props="text-align:right;padding:2px 10px"),
     ]
-    style = text.style.format(escape="html").hide(axis="index").set_caption(html.escape(caption)).set_table_styles(heads)
+    style = (
+        text.style.format(escape="html").hide(axis="index").set_caption(html.escape(caption)).set_table_styles(heads)
+    )
     if "Verdict" in text:
-        badge = lambda word: f"background-color:{_BADGES.get(word, '#e8e6df')};color:#222222;border-radius:4px"
-        style = style.map(badge, subset=["Verdict"])
+        style = style.map(_badge, subset=["Verdict"])
     return style.set_uuid(content_key(table_markdown(text) + caption))
 
 
@@ -125,7 +151,9 @@ def _claim_settings(result) -> list:
     lines = []
     for rows, mark in ((result.settings, " "), (result.others, "-")):
         for _, row in rows.iterrows():
-            lines.append(f"    {mark} {value_text(result.claim['id'], row):>18}  {setting_text(row)}; {row['steps']:,} steps")
+            lines.append(
+                f"    {mark} {value_text(result.claim['id'], row):>18}  {setting_text(row)}; {row['steps']:,} steps"
+            )
     return [_plain(line) for line in lines]
 
 
