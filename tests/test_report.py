@@ -119,14 +119,14 @@ def test_presets_and_changed_switches_are_told_apart():
     records = [
         continual("oml+aim"),
         continual("oml+aim", base="release"),
-        continual("oml+aim", switches=dict(gate="sigmoid", norm="affine")),
+        continual("oml+aim", switches=dict(mask="fixed", norm="affine")),
     ]
     table = schema.records_table(records).drop_duplicates("key")
     assert list(table.preset) == ["ours", "release", "ours"]
-    assert list(table.aim_switches) == [(), (), (("gate", "sigmoid"),)]
+    assert list(table.aim_switches) == [(), (), (("mask", "fixed"),)]
     assert list(table.switches) == [(), (), (("norm", "affine"),)]
     assert list(table.rate_rule) == ["validation", "test", "validation"]
-    assert [schema.switches_text(row) for _, row in table.iterrows()] == ["", "release", "gate=sigmoid, norm=affine"]
+    assert [schema.switches_text(row) for _, row in table.iterrows()] == ["", "release", "mask=fixed, norm=affine"]
 
 
 def test_no_gap_where_the_test_images_are_those_learnt_from():
