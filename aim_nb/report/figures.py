@@ -300,6 +300,18 @@ def _classes_figures(records, cells) -> dict:
     return figures
 
 # %% ../../nbs/74_figures.ipynb #8db7161e
+def _fully_trained(ax, run, theirs, n, has_bands):
+    "The paper's accuracy after `n` classes (hollow) and the bands of re-runs (bars), side by side at the paper's length."
+    full = hyperparameters("continual")["steps"].value
+    for i, method in enumerate(dict.fromkeys(run.method)):
+        paper = select(theirs, method=method, n_classes=n).accuracy
+        at = full * 1.06 ** (i - 1)
+        color = METHOD_STYLE[method]["color"]
+        ax.plot([at] * len(paper), paper, color=color, marker=METHOD_STYLE[method]["marker"], mfc=CARD, ls="none")
+        if has_bands and "+" not in method and n in bands(method):
+            ax.plot([at] * 2, bands(method)[n], color=color, lw=4, alpha=0.4, solid_capstyle="butt")
+
+
 @styled
 def length_figure(
     rows,  # of `compare.comparison("continualz")`: one dataset, one protocol; several lengths
@@ -323,26 +335,7 @@ def length_figure(
                 capsize=2,
                 **METHOD_STYLE[method] | dict(linestyle=_LEARNS[update][0]),
             )
-        for i, method in enumerate(dict.fromkeys(run.method)):
-            paper = select(theirs, method=method, n_classes=n).accuracy
-            at = full * 1.06 ** (i - 1)
-            ax.plot(
-                [at] * len(paper),
-                paper,
-                color=METHOD_STYLE[method]["color"],
-                marker=METHOD_STYLE[method]["marker"],
-                mfc=CARD,
-                ls="none",
-            )
-            if has_bands and "+" not in method and n in bands(method):
-                ax.plot(
-                    [at] * 2,
-                    bands(method)[n],
-                    color=METHOD_STYLE[method]["color"],
-                    lw=4,
-                    alpha=0.4,
-                    solid_capstyle="butt",
-                )
+        _fully_trained(ax, run, theirs, n, has_bands)
         ticks = sorted({*run.steps, full})
         ax.set(title=f"{n} classes", xlabel="steps of meta-training, thousands", xscale="log", ylim=(0, 102))
         ax.minorticks_off()

@@ -93,7 +93,7 @@ def curves(
         for _, row in line.iterrows():
             paper = "" if pd.isna(row["paper"]) else f" ({row['paper']:.1f})"
             cells[f"{row['n_classes']}"] = f"{row['ours']:.1f}{paper}"
-        cells |= {"Steps": f"{first['steps']:,.0f}", "Runs": _plain(first["runs"]), "Switches": _plain(first["name"])}
+        cells |= {"Steps": f"{first['steps']:,.0f}", "Runs": f"{first['runs']:.0f}", "Switches": _plain(first["name"])}
         cells |= {
             "Protocol": _PROTOCOLS.get(first["protocol"], _plain(first["protocol"])),
             "Learns": _plain(first["update"]),
