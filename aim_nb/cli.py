@@ -316,7 +316,7 @@ def keep_(
 def need_report():
     "The function behind the report, or what to install."
     try:
-        from aim_nb.report.findings import report_text
+        from aim_nb.report.tables import report_text
     except ModuleNotFoundError as e:
         if str(e.name).startswith("aim_nb"):
             raise

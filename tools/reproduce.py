@@ -38,7 +38,7 @@ def values(path, dataset, budget, known):
 def write_tables(records, folder):
     "Every table that the records fill as a file in `folder`; return their names. The same records make the same files."
     from aim_nb.core import atomic_write
-    from aim_nb.report.findings import table_files
+    from aim_nb.report.tables import table_files
 
     files = table_files(records)
     for name, text in files.items():
@@ -69,7 +69,7 @@ def main():
     args = parser.parse_args()
     from aim_nb.engine.notebook_runs import check_values, spell
     from aim_nb.core import AimError, runs_dir
-    from aim_nb.report.findings import report_text
+    from aim_nb.report.tables import report_text
     from aim_nb.engine.records import kept_dir, read_records, records_dir
 
     try:

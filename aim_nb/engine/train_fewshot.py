@@ -18,7 +18,7 @@ from ..config import budget as named_budget
 from .evaluate import evaluate, pack_hits
 from ..kernels.episodes import fast_training_step
 from .loop import load_best, load_module, module_tensors, run_loop, wants_fresh
-from ..paper import hyper
+from ..paper import hyperparameters as hyper
 from .pretrain import feature_bank, features_from_arrays, pretrained_backbone
 from .records import find_record, new_record, save_record
 from ..sib import SIBHead, class_labels
