@@ -1,6 +1,7 @@
 # make demo and make test do all the set-up they need; the second call starts at once.
 # Another interpreter: make test PYTHON=python3.12   Another place for what runs write: make demo AIM_RUNS=/big/disk/runs
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 READY := .venv/.ready
 DATASET ?= glyphs
@@ -9,7 +10,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export AIM_RUNS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test stress lab docs docs-serve bench bench-check figures reproduce readme clean
+.PHONY: help setup demo test stress hooks lab docs docs-serve bench bench-check figures reproduce readme clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -20,7 +21,7 @@ $(READY): constraints.txt settings.ini setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "aim_nb needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up .venv with the pinned packages (a few minutes, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 demo: $(READY) ## few-shot learning with SIB, SIB+Linear and SIB+AIM on glyphs, in minutes
@@ -29,12 +30,17 @@ demo: $(READY) ## few-shot learning with SIB, SIB+Linear and SIB+AIM on glyphs, 
 test: $(READY) ## every check: notebooks, export, README, pytest (SUITES="clean export" picks some)
 	@$(BIN)/python tests/run_suites.py $(SUITES)
 
-stress: $(READY) ## the long tests (kills, faults, bombs, fuzz), and the table of all that was tried, kept in tests/faults.json
-	@rm -f tests/faults.json
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --stress --faults tests/faults.json tests
+stress: $(READY) ## the long tests (kills, faults, bombs, fuzz), and the table of all that was tried, kept in tests/data/faults.json
+	@rm -f tests/data/faults.json
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --stress --faults tests/data/faults.json tests
 
-lab: $(READY) ## JupyterLab on the notebooks
-	@$(BIN)/jupyter lab --notebook-dir=nbs
+hooks: $(READY) ## git hooks of this clone: ruff and clean notebooks before a commit, notebooks merged cell by cell
+	@git config core.hooksPath tools/hooks
+	@git config merge.nbdev-merge.name "merge notebooks by cell"
+	@git config merge.nbdev-merge.driver "$(BIN)/nbdev_merge %O %A %B %P"
+
+lab: $(READY) ## JupyterLab on the notebooks, which are cleaned as they are saved
+	@$(BIN)/jupyter lab --config=tools/jupyter_config.py --notebook-dir=nbs
 
 docs: $(READY) ## the site in _docs/ (through Quarto where it is installed, else Sphinx)
 	@$(BIN)/python tools/docs.py

@@ -28,7 +28,7 @@ setup(
     url=cfg["git_url"],
     packages=find_packages(include=["aim_nb", "aim_nb.*"]),
     include_package_data=True,
-    package_data={"aim_nb": ["paper_data/*", "weights/*"]},
+    package_data={"aim_nb": ["paper_data/*", "weights/*", "data/*.json"]},
     install_requires=words("requirements"),
     extras_require={
         "notebooks": notebooks,

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NORMS', 'PRECISIONS', 'BACKBONES', 'lay_out', 'AffineNorm', 'InstanceNorm', 'has_bf16', 'check_precision',
-           'cast_convolutions', 'pool2', 'make_conv', 'ConvBlock', 'ConvNet', 'split_pad', 'conv4', 'oml_rln',
-           'anml_nm', 'anml_p', 'WideBlock', 'WideResNet', 'wrn_28_10', 'as_backbone', 'make_backbone', 'count_macs']
+           'cast_convolutions', 'pool2', 'make_conv', 'ConvBlock', 'ConvNet', 'conv4', 'oml_rln', 'anml_nm', 'anml_p',
+           'WideBlock', 'WideResNet', 'wrn_28_10', 'as_backbone', 'make_backbone', 'count_macs']
 
 # %% ../nbs/11_backbones.ipynb #c054034c
 import copy
@@ -19,11 +19,11 @@ from .core import AimError, check_choice
 # %% ../nbs/11_backbones.ipynb #79dde24d
 def lay_out(
     x,  # (B, C, H, W)
-    last,  # channels last in memory, or first
+    channels_last,  # in memory, or first
 ) -> torch.Tensor:
     "The same tensor, differently in memory; as it is where that cannot be asked for (inside vmap)."
     try:
-        return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        return x.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     except RuntimeError:
         return x
 
@@ -151,18 +151,20 @@ class ConvNet(nn.Module):
         **kwargs,  # bias, fan, generator of `make_conv`
     ):
         super().__init__()
-        c, *sides = shape
-        self.pad = [p for n in reversed(sides) for p in split_pad(at_least - n)]
+        channels, *sides = shape
+        down, across = (max(0, at_least - n) for n in sides)
+        self.pad = [across // 2, across - across // 2, down // 2, down - down // 2]  # left, right, top, bottom
         sides = [max(n, at_least) for n in sides]
+        blocks = []
         for pool in pools:
+            blocks.append(ConvBlock(channels, width, norm, pool, padding=padding, **kwargs))
+            channels = width
             sides = [(n + 2 * padding - 2) // (2 if pool else 1) for n in sides]
         if min(sides) < 1:
             raise AimError(
                 f"Images of {shape[1]}x{shape[2]} pixels are too small for this backbone; use larger images."
             )
-        self.blocks = nn.Sequential(
-            *(ConvBlock(width if i else c, width, norm, p, padding=padding, **kwargs) for i, p in enumerate(pools))
-        )
+        self.blocks = nn.Sequential(*blocks)
         self.d_out = width * sides[0] * sides[1]
         self.precision = precision
 
@@ -174,17 +176,11 @@ class ConvNet(nn.Module):
             features = self.blocks(x)
         return features.to(x.dtype).flatten(1)
 
-
-def split_pad(n) -> tuple:
-    "`n` pixels (none if negative) as those before and those after."
-    return (max(n, 0) // 2, max(n, 0) - max(n, 0) // 2)
-
 # %% ../nbs/11_backbones.ipynb #24365cbe
 def conv4(shape, norm="batch", generator=None, width=None, precision="float32") -> nn.Module:
     "Conv-4-64: four blocks, each halving the image; images under 32 pixels are padded to 32."
-    pools = ["max"] * 4
-    more = dict(at_least=32, fan="fan_out", generator=generator, precision=precision)
-    return ConvNet(shape, width or 64, pools, norm, **more)
+    kwargs = dict(at_least=32, fan="fan_out", generator=generator, precision=precision)
+    return ConvNet(shape, width or 64, ["max"] * 4, norm, **kwargs)
 
 
 def oml_rln(shape, norm="affine", generator=None, width=None, precision="float32") -> nn.Module:
@@ -209,10 +205,14 @@ class WideBlock(nn.Module):
 
     def __init__(self, c_in, c_out, stride, norm="batch", generator=None):
         super().__init__()
-        kw = dict(fan="fan_out", generator=generator)
-        self.norm1, self.conv1 = NORMS[norm](c_in), make_conv(c_in, c_out, stride=stride, padding=1, **kw)
-        self.norm2, self.conv2 = NORMS[norm](c_out), make_conv(c_out, c_out, padding=1, **kw)
-        self.skip = None if c_in == c_out and stride == 1 else make_conv(c_in, c_out, 1, stride=stride, **kw)
+        kwargs = dict(fan="fan_out", generator=generator)
+        self.norm1 = NORMS[norm](c_in)
+        self.conv1 = make_conv(c_in, c_out, stride=stride, padding=1, **kwargs)
+        self.norm2 = NORMS[norm](c_out)
+        self.conv2 = make_conv(c_out, c_out, padding=1, **kwargs)
+        self.skip = None
+        if c_in != c_out or stride != 1:
+            self.skip = make_conv(c_in, c_out, 1, stride=stride, **kwargs)
 
     def forward(self, x):
         h = F.relu(self.norm1(x))
@@ -226,19 +226,22 @@ class WideResNet(nn.Module):
     def __init__(self, shape, k=10, norm="batch", generator=None, precision="float32"):
         super().__init__()
         self.precision = precision
-        self.last = norm != "instance"
+        self.channels_last = norm != "instance"
         self.conv = make_conv(shape[0], 16, padding=1, fan="fan_out", generator=generator)
-        c, blocks = 16, []
-        for width, stride in zip((16 * k, 32 * k, 64 * k), (1 if min(shape[1:]) <= 48 else 2, 2, 2)):
+        channels = 16
+        blocks = []
+        for width, stride in ((16 * k, 1 if min(shape[1:]) <= 48 else 2), (32 * k, 2), (64 * k, 2)):
             for s in (stride, 1, 1, 1):
-                blocks.append(WideBlock(c, width, s, norm, generator))
-                c = width
-        self.blocks, self.norm, self.d_out = nn.Sequential(*blocks), NORMS[norm](c), c
+                blocks.append(WideBlock(channels, width, s, norm, generator))
+                channels = width
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = NORMS[norm](channels)
+        self.d_out = channels
 
     def forward(self, x):
         "Features (B, 64 k)."
         with cast_convolutions(x, self.precision):
-            out = self.blocks(self.conv(lay_out(x, self.last)))
+            out = self.blocks(self.conv(lay_out(x, self.channels_last)))
         return F.relu(self.norm(out.to(x.dtype))).mean((2, 3))
 
 
@@ -257,13 +260,14 @@ def as_backbone(
     "Any module as a backbone: with `d_out`, measured by one blank image where it is missing."
     if isinstance(getattr(module, "d_out", None), int):
         return module
-    training = module.training
+    was_training = module.training
+    weight = next(module.parameters(), torch.zeros(()))
     with torch.no_grad():
-        out = module.eval()(next((p.new_zeros(1, *shape) for p in module.parameters()), torch.zeros(1, *shape)))
+        out = module.eval()(weight.new_zeros(1, *shape))
     if out.ndim != 2:
         raise AimError(f"A backbone should give (B, d_out) features, not {tuple(out.shape)}; flatten its output.")
     module.d_out = out.shape[1]
-    return module.train(training)
+    return module.train(was_training)
 
 # %% ../nbs/11_backbones.ipynb #e1158e2c
 def make_backbone(
@@ -296,12 +300,9 @@ def count_macs(
     ghost = copy.deepcopy(module).to("meta").eval()
     with FlopCounterMode(display=False) as counter:
         ghost(torch.empty(1, *shape, device="meta"))
-    top = type(ghost).__name__
-    return {
-        "": counter.get_total_flops() // 2,
-        **{
-            k[len(top) + 1 :]: sum(v.values()) // 2
-            for k, v in counter.get_flop_counts().items()
-            if k.startswith(top + ".")
-        },
-    }
+    macs = {"": counter.get_total_flops() // 2}
+    prefix = f"{type(ghost).__name__}."
+    for name, flops in counter.get_flop_counts().items():
+        if name.startswith(prefix):
+            macs[name.removeprefix(prefix)] = sum(flops.values()) // 2
+    return macs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-STEP, EPISODE = {"256->400": 5, "640->800": 9, "1600->800": 9}, {"256->400": 20, "640->800": 40, "1600->800": 40}
+STEP = {"256->400": 5, "640->800": 9, "1600->800": 9}
+EPISODE = {"256->400": 20, "640->800": 40, "1600->800": 40}
 TRAINING = {f"training step sib+aim {s} 1-shot": bar for s, bar in STEP.items()}
 FASTER = {  # times faster than the plain way
     **TRAINING,
@@ -14,9 +15,8 @@ FASTER = {  # times faster than the plain way
     "inner loop oml+aim omniglot, features given": 20,
     "meta-test step oml+aim omniglot, exact Adam": 20,
 }
-FLAT = ("inner loop of 20 steps, D=504, against M",)
 AT_MOST = {  # in the row's own unit
-    "paper run sib+aim": 25,
+    "paper run sib+aim": 25,  # minutes for the 50,000 steps of CIFAR-FS
     "paper run sib+aim, peak memory": 2,
     "paper run, sib+linear over sib+aim": 2,
     "meta-test of 600 classes oml+aim omniglot, peak memory beside the model": 4,
@@ -27,7 +27,6 @@ AT_LEAST = {"convolutions of the outer step oml+aim omniglot": 0.7, "convolution
 BARS = {  # (case, what of it): which way, bar. Every one of them must be among the results
     **{(c, "ratio"): (">=", bar) for c, bar in FASTER.items()},
     **{(c, "reference_of_release"): ("<=", 1.3) for c in FASTER},
-    **{(c, "growth"): ("<=", 1.5) for c in FLAT},
     **{(c, "value"): ("<=", bar) for c, bar in AT_MOST.items()},
     **{(c, "value"): (">=", bar) for c, bar in AT_LEAST.items()},
     ("sampling 5-way 1-shot", "per_second"): (">=", 5000),
@@ -35,7 +34,6 @@ BARS = {  # (case, what of it): which way, bar. Every one of them must be among 
 WORDS = dict(
     ratio="{:.1f}x",
     reference_of_release="the reference takes {:.2f} of the release's time, so that its ratio does not count",
-    growth="grows {:.2f}x",
     value="{:.3g}",
     per_second="{:.0f} a second",
 )
@@ -46,7 +44,7 @@ def bar_of(r) -> str:
     return next(
         (
             "{} {}".format(*BARS[r["case"], what]) + unit
-            for what, unit in dict(ratio="x", growth="x", value="", per_second="/s").items()
+            for what, unit in dict(ratio="x", value="", per_second="/s").items()
             if what in r and (r["case"], what) in BARS
         ),
         "",

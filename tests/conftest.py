@@ -87,7 +87,10 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     "Long tests are not part of `make test`: left out, not skipped; `--stress` runs them, and the long form of those marked `both`."
     stress = config.getoption("--stress")
-    own = lambda i: stress if i.get_closest_marker("stress") else not stress or bool(i.get_closest_marker("both"))
+
+    def own(i):
+        return stress if i.get_closest_marker("stress") else not stress or bool(i.get_closest_marker("both"))
+
     out = [i for i in items if not own(i)]
     config.hook.pytest_deselected(items=out)
     items[:] = [i for i in items if own(i)]
@@ -178,3 +181,32 @@ def aim_nb_cli():
         )
 
     return call
+
+
+# small whole experiments, for test_kills and test_faults
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    "A small data set of its own."
+    from accidents import tiny_bank
+
+    return tiny_bank(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    "whole(method): folder, seconds and numbers of calls of an uninterrupted run, which notes every state it passes through."
+    from accidents import note_states, run_child
+
+    done = {}
+
+    def get(method):
+        if method not in done:
+            folder, start = tmp_path_factory.mktemp("whole"), time.monotonic()
+            child = run_child(method, folder, data, before=lambda: note_states(folder / "states.txt"))
+            assert child.wait() == 0, child.text
+            done[method] = folder, time.monotonic() - start, json.loads((folder / "calls.json").read_text())
+        return done[method]
+
+    return get

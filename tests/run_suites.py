@@ -34,20 +34,21 @@ def copy_of(tmp, *names):
 def differing(here, there, pattern):
     "Relative paths of files that are not the same in the two folders."
     names = {p.relative_to(base) for base in (here, there) for p in base.rglob(pattern)}
-    same = lambda n: (here / n).exists() and (there / n).exists() and filecmp.cmp(here / n, there / n, shallow=False)
+
+    def same(n):
+        return (here / n).exists() and (there / n).exists() and filecmp.cmp(here / n, there / n, shallow=False)
+
     return sorted(str(n) for n in names if not same(n))
 
 
 def suite_format(tmp, env):
-    "Notebooks, tests, benchmarks and tools are as ruff formats them."
-    code, out = run(BIN / "ruff", "format", "--check", "--no-cache", ".", env=env)
-    bad = re.findall(r"^Would reformat: (.+)$", out, re.M)
-    return (
-        code == 0,
-        len(run("git", "ls-files", "*.ipynb", "tests/*.py", "benchmarks/*.py", "tools/*.py")[1].split()),
-        bad,
-        "" if bad else out,
-    )
+    "Notebooks, tests, benchmarks and tools are as ruff formats them, and ruff finds nothing in them."
+    formats, formatted = run(BIN / "ruff", "format", "--check", "--no-cache", ".", env=env)
+    checks, found = run(BIN / "ruff", "check", "--no-cache", "--output-format", "concise", ".", env=env)
+    bad = {f"{name}: not as `ruff format` writes it" for name in re.findall(r"^Would reformat: (.+)$", formatted, re.M)}
+    bad |= {f"{name}: `ruff check` finds something" for name in re.findall(r"^(\S+?\.(?:py|ipynb)):", found, re.M)}
+    count = len(run("git", "ls-files", "*.ipynb", "tests/*.py", "benchmarks/*.py", "tools/*.py")[1].split())
+    return formats == checks == 0, count, sorted(bad), (found if checks else "") or ("" if bad else formatted)
 
 
 def suite_clean(tmp, env):
@@ -161,7 +162,10 @@ def fingerprint():
     code, out = run("git", "ls-files", "-co", "--exclude-standard", "-z")
     if code:
         return None
-    digest = lambda p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "absent"
+
+    def digest(p):
+        return hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "absent"
+
     return {name: digest(ROOT / name) for name in out.split("\0") if name}
 
 

@@ -62,16 +62,17 @@ def pages(site):
 # the list of pages
 
 
-def test_the_sidebar_lists_every_notebook_by_decade():
+def test_the_sidebar_lists_every_notebook_the_paper_first():
     from docs import sections
 
     listed = [n for names in sections().values() for n in names]
     assert sorted(listed + ["index.ipynb"]) == [p.name for p in NOTEBOOKS], (
         "a new notebook needs a line in the sidebar of _quarto.yml"
     )
-    assert [n[0] for n in listed] == sorted(n[0] for n in listed) and all(
-        len({n[0] for n in names}) == 1 for names in sections().values()
-    )
+    titles = list(sections())
+    assert titles[0] == "The paper" and titles.index("Explore") < titles.index("Foundations and data"), "reader's order"
+    for names in sections().values():
+        assert names == sorted(names)
 
 
 # What Quarto's schema knows of the keys that are used here (it refuses others): kinds of their values. Quarto itself need not be installed for this check.
@@ -135,7 +136,7 @@ def test_internal_links_resolve(pages, site):
     broken = []
     for name, page in pages.items():
         for link in page.links:
-            if re.match(r"[a-z]+:", link) or name in ("genindex.html", "search.html"):
+            if re.match(r"[a-z]+:", link) or name == "search.html":
                 continue
             file, _, anchor = link.partition("#")
             target = file or name
@@ -167,6 +168,51 @@ def test_api_shows_signatures_and_parameter_comments(site):
     assert "def AIM(" in text and "d_in, d_out, # features in and out" in text
 
 
+def public_names():
+    import importlib
+    import pkgutil
+
+    import aim_nb
+
+    modules = [m.name for m in pkgutil.walk_packages(aim_nb.__path__, "aim_nb.") if not m.ispkg]
+    return [f"{m}.{name}" for m in modules for name in getattr(importlib.import_module(m), "__all__", [])]
+
+
+def test_every_public_name_has_an_entry_in_the_api(pages):
+    entries = set().union(*(page.ids for name, page in pages.items() if name.startswith("api_")))
+    assert len(entries) > 100 and not set(public_names()) - entries
+    indexed = {link.partition("#")[2] for link in pages["genindex.html"].links}
+    assert not set(public_names()) - indexed
+
+
+def test_an_entry_shows_signature_docstring_and_parameters(site):
+    text = re.sub(r"<[^>]+>", "", (site / "api_paper.html").read_text())
+    assert re.search(r"class Attention\(score: torch\.Tensor, mask: torch\.Tensor\)", text)
+    assert "features in and out" in text
+
+
+def test_a_named_tuple_shows_its_fields_on_its_notebooks_page():
+    from docs import api_cell
+
+    shown = "[source](https://host/blob/main/aim_nb/aim.py#L1)\n\n### Attention\n\n```python\ndef Attention(\n    *args, **kwargs\n):\n```\n"
+    assert "class Attention(\n    score: torch.Tensor,\n    mask: torch.Tensor,\n)" in api_cell(shown).source
+
+
+def test_titles_hold_no_labels_and_no_widget_is_left_as_text(site):
+    for path in site.glob("*.html"):
+        text = path.read_text()
+        assert not re.search(r"<(h1|title)>[^<]*\b(tab|fig):", text), path.name
+        assert not re.search(r"^<[^\n]*>(interactive|VBox|HBox|Output)\(", text, re.M), path.name
+
+
+def test_a_widget_leaves_nothing_on_a_page():
+    import nbformat
+    from docs import convert_output
+
+    data = {"text/plain": "interactive(children=())", "application/vnd.jupyter.widget-view+json": {"model_id": "x"}}
+    assert not convert_output(nbformat.v4.new_output("display_data", data)).data
+
+
 def test_no_table_is_left_as_text(site):
     "Markdown that a cell puts out is part of the page, not a paragraph of bars."
     bars = re.compile(r"\| ?(—|-{3})+ ?\|")
@@ -181,7 +227,9 @@ def test_a_cells_caption_stands_under_its_last_picture_only():
     import nbformat
     from docs import convert_code
 
-    out = lambda **data: nbformat.v4.new_output("display_data", {k.replace("_", "/"): v for k, v in data.items()})
+    def out(**data):
+        return nbformat.v4.new_output("display_data", {k.replace("_", "/"): v for k, v in data.items()})
+
     cell = nbformat.v4.new_code_cell(
         '#| fig-cap: "two"\nf()',
         outputs=[
@@ -277,6 +325,18 @@ def test_nothing_stands_out_of_the_text(browse):
         page, wrong = browse(path)
         page.wait_for_selector("h1")
         assert not page.evaluate(wide) and not wrong, path
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_verdict_is_in_sight_however_narrow_the_page(browse, width):
+    hidden = """() => { const main = document.querySelector("article").getBoundingClientRect();
+        return [...document.querySelectorAll("article th.verdict")].filter(e => { const r = e.getBoundingClientRect();
+            return r.width && (r.left < main.left || r.right > Math.min(main.right, innerWidth) + 2) }).length }"""
+    for path in ("report.html", "fewshot.html"):
+        page, wrong = browse(path)
+        page.set_viewport_size(dict(width=width, height=900))
+        assert page.locator("article th.verdict").count() and not page.evaluate(hidden) and not wrong, path
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
 
 
 def test_the_report_shows_its_tables(browse):

@@ -1,6 +1,7 @@
 """Faults in the middle of whole experiments: each ends in one clear sentence, and once the fault is mended the same command ends as if nothing had happened."""
 
 import os, random, resource, shutil, signal, subprocess, tempfile, time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from aim_nb.engine import loop
 from aim_nb.data.files import load_bank, write_bank
 from aim_nb.engine.checkpoints import load_tensors
 from aim_nb.config import Protocol
-from test_kills import data, lost, whole
+from test_kills import lost
 
 pytestmark = pytest.mark.both
 each = pytest.mark.parametrize("method", ["oml+aim", pytest.param("sib+aim", marks=pytest.mark.stress)])
@@ -251,24 +252,24 @@ def test_ctrl_c(method, data, whole, tmp_path, tally, many):
     assert saved or many(1, 0)
 
 
+def interrupt_after(n):
+    "In a run's own process: Ctrl-C as step `n` ends."
+    step, calls = loop.Run.step, []
+
+    def watched(self):
+        step(self)
+        calls.append(1)
+        if len(calls) == n:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    loop.Run.step = watched
+
+
 def test_ctrl_c_in_training_saves_and_says_how_to_go_on(data, whole, tmp_path, tally, many):
     t = Trials("sib+aim", data, whole, tmp_path, tally, many)
     for rng, folder in t:
         step = rng.randint(8, 28)  # 6 of pretraining, 24 of meta-training
-        real = loop.Run.step
-
-        def stop_after(n=step):
-            calls = [0]
-
-            def watched(self):
-                calls[0] += 1
-                real(self)
-                if calls[0] == n:
-                    os.kill(os.getpid(), signal.SIGINT)
-
-            loop.Run.step = watched
-
-        child = t.start(folder, before=stop_after)
+        child = t.start(folder, before=partial(interrupt_after, step))
         assert (
             child.wait() == 130
             and f"stopped after step {step - 6} of 24, saved; run the same command again to resume." in child.text
@@ -281,22 +282,23 @@ def test_ctrl_c_in_training_saves_and_says_how_to_go_on(data, whole, tmp_path, t
 # ---- numbers that go wrong, files that are damaged
 
 
+def spoil_loss(step, bad):
+    "In a run's own process: the loss of one step becomes NaN or infinite."
+    add = loop.Window.add
+
+    def added(self, i, metrics):
+        add(self, i, {**metrics, "loss": metrics["loss"] * 0 + bad} if i == step else metrics)
+
+    loop.Window.add = added
+
+
 @each
 @pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.stress)])
 def test_a_bad_loss_stops_the_run(method, bad, data, whole, tmp_path, tally, many):
     t = Trials(method, data, whole, tmp_path, tally, many, 1, 2)
     for rng, folder in t:
         step = rng.randint(3, 7)
-
-        def spoil():
-            add = loop.Window.add
-
-            def added(self, i, metrics):
-                add(self, i, {**metrics, "loss": metrics["loss"] * 0 + bad} if i == step else metrics)
-
-            loop.Window.add = added
-
-        child = t.start(folder, before=spoil)
+        child = t.start(folder, before=partial(spoil_loss, step, bad))
         child.wait()
         at = f"loss is {bad} at step {step}"
         kept = [p for p in (folder / "runs/checkpoints").glob("*/step-*")]
@@ -353,7 +355,10 @@ def test_a_checkpoint_of_another_run_is_refused(what, data, whole, tmp_path, tal
         root / "omniglot", "omniglot", bank.images, bank.labels, bank.split, bank.class_names, bank.splits, "noise"
     )
     (kw, said), runs = OTHERS[what], tmp_path / "runs/checkpoints"
-    start = lambda **more: run_child("oml+aim", tmp_path, root, **more)
+
+    def start(**more):
+        return run_child("oml+aim", tmp_path, root, **more)
+
     assert start(where="step", at=5, protocol=Protocol()).wait() == -signal.SIGKILL
     (own,) = runs.iterdir()
     assert start(where="step", at=1, **{"protocol": Protocol(), **kw}).wait() == -signal.SIGKILL

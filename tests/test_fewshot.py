@@ -372,7 +372,6 @@ def test_masks_are_told_apart_and_refused():
     for decision in ("soft", "soft-test"):
         with pytest.raises(AimError, match="mask='attended'"):
             make_layer("sib+aim", 10, protocol=with_mask("random", decision=decision), **SMALL)
-        make_layer("sib+linear", 10, protocol=with_mask("random", decision=decision), **SMALL)
 
 
 # ---------------------------------------------------------------- training: what it does, what it refuses

@@ -1,10 +1,13 @@
-"What the glyphs dataset promises: the same bits each time, fixed counts, whole scripts, no twins."
+"What the glyphs dataset promises: the same bits each time, fixed counts, whole scripts; its notebook checks the choice of classes."
 
-import hashlib, os, subprocess, sys
+import hashlib
+import os
+import subprocess
+import sys
 import numpy as np
 import pytest
 from aim_nb.data import glyphs
-from aim_nb.core import AimError, numpy_rng
+from aim_nb.core import AimError
 
 SIZES = {"train": 600, "val": 64, "test": 600}
 
@@ -72,20 +75,6 @@ def test_another_process_draws_the_same_bits(classes):
     )
 
 
-def test_choosing_the_classes_again_gives_the_same(classes):
-    codes = [g.code for g in classes["val"]]
-    again = [codes[i] for view in glyphs.VIEWS for i in glyphs.distinct(view(codes))]
-    assert again == codes * len(glyphs.VIEWS)  # nothing to remove, and nothing lost
-
-
-def test_no_twins_in_any_split_or_across(classes):
-    everyone = [g.code for s in SIZES for g in classes[s]]
-    sample = [everyone[i] for i in np.sort(numpy_rng("twins").choice(len(everyone), 300, replace=False))]
-    score = glyphs.twin_score(sample, everyone)
-    score[np.array(sample)[:, None] == np.array(everyone)] = 0
-    assert 0.8 < score.max() <= glyphs.TWINS
-
-
 @pytest.mark.parametrize(
     "twins",
     [
@@ -128,9 +117,8 @@ def test_a_writer_keeps_a_hand_through_a_script():
     )
 
 
-def test_every_class_stands_in_four_faces_that_agree(classes):
-    assert all(len(g.faces) >= 4 and set(g.faces) <= set(glyphs.coverage()[g.code]) for s in SIZES for g in classes[s])
-    assert all(glyphs.agreeing_faces(g.code) == g.faces for g in some(classes, 4))
+def test_every_class_has_four_faces_or_more(classes):
+    assert all(len(set(g.faces)) >= 4 and set(g.faces) <= set(range(12)) for s in SIZES for g in classes[s])
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
@@ -146,8 +134,3 @@ def test_without_matplotlib_building_says_so():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "pip install 'aim_nb[notebooks]'" in said and len(said.splitlines()) == 1
-
-
-def test_other_fonts_are_refused(monkeypatch, classes):
-    with pytest.raises(AimError, match="constraints.txt"):
-        glyphs._fill(classes["val"][:10], 64, ["GREEK", "ARMENIAN"])

@@ -1,12 +1,12 @@
 """SIGKILL anywhere in whole experiments (data to record), again and again; the end is the same in every bit as if nothing had happened."""
 
-import json, random, signal, time
+import random, signal
 
 import numpy as np
 import pytest
 import torch
 
-from accidents import METHODS, draws, left, note_states, run_child, strange, tiny_bank, unlike
+from accidents import METHODS, draws, left, run_child, strange, unlike
 from aim_nb.engine import train_continual
 from aim_nb.engine import train_fewshot
 
@@ -15,27 +15,6 @@ WHAT = {
     "oml+aim": "continual with OML+AIM: meta-training, meta-test",
     "anml+aim": "continual with ANML+AIM: meta-training, meta-test",
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tiny_bank(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    "whole(method): folder, seconds and numbers of calls of an uninterrupted run, which notes every state it passes through."
-    done = {}
-
-    def get(method):
-        if method not in done:
-            folder, start = tmp_path_factory.mktemp("whole"), time.monotonic()
-            child = run_child(method, folder, data, before=lambda: note_states(folder / "states.txt"))
-            assert child.wait() == 0, child.text
-            done[method] = folder, time.monotonic() - start, json.loads((folder / "calls.json").read_text())
-        return done[method]
-
-    return get
 
 
 def kill_once(method, folder, data, rng, whole, where):

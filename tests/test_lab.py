@@ -1,4 +1,4 @@
-"""JupyterLab as a person uses it: open a notebook, run all its cells, move a slider, see picture and numbers change, and no error in the page."""
+"""JupyterLab as a person uses it: open a notebook, save it, run all its cells, move a slider, see picture and numbers change, and no error in the page."""
 
 import json
 import os
@@ -39,6 +39,25 @@ def small_project(folder, *stems):
     return folder / "nbs"
 
 
+SAVED = ("index", "10_aim", "22_fewshot_activation", "40_explore", "90_report")  # text, pictures, tables, widgets
+
+
+def git(folder, *args):
+    name = ["-c", "user.name=x", "-c", "user.email=x@x"]
+    return subprocess.run(["git", *name, *args], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def small_clone(folder):
+    "A folder of committed notebooks, which only `test_opening_and_saving_changes_nothing` opens."
+    folder.mkdir()
+    for stem in SAVED:
+        shutil.copy(ROOT / "nbs" / f"{stem}.ipynb", folder)
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "notebooks")
+    return folder
+
+
 def broken_notebook():
     "A notebook whose first cell fails."
     nb = nbformat.read(ROOT / "nbs/10_aim.ipynb", 4)
@@ -51,6 +70,10 @@ def get(url, timeout=10):
         return json.load(answer)
 
 
+class Lab(str):
+    "The address of a server, with the folder that it shows."
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     "JupyterLab on 127.0.0.1, with settings of its own; its address."
@@ -59,6 +82,7 @@ def lab(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("lab")
     folder, port = small_project(tmp / "project", "10_aim", "40_explore"), free_port()
     nbformat.write(broken_notebook(), folder / "broken.ipynb")
+    small_clone(folder / "clone")
     own = {f"JUPYTER_{k}_DIR": str(tmp / k.lower()) for k in ("CONFIG", "DATA", "RUNTIME")} | {
         f"JUPYTERLAB_{k}_DIR": str(tmp / k.lower()) for k in ("SETTINGS", "WORKSPACES")
     }
@@ -70,6 +94,7 @@ def lab(tmp_path_factory):
         "--allow-root",
         "--ip=127.0.0.1",
         f"--port={port}",
+        f"--config={ROOT / 'tools/jupyter_config.py'}",  # as `make lab` does
         "--ServerApp.port_retries=0",
         "--IdentityProvider.token=",
         f"--ServerApp.root_dir={folder}",
@@ -81,7 +106,8 @@ def lab(tmp_path_factory):
     env = {k: v for k, v in os.environ.items() if k != "MPLBACKEND"}  # pictures belong into the page
     with open(tmp / "server.log", "w") as log:
         server = subprocess.Popen(command, cwd=folder, env=env | own, stdout=log, stderr=log)
-    base = f"http://127.0.0.1:{port}"
+    base = Lab(f"http://127.0.0.1:{port}")
+    base.folder = folder
     try:
         for _ in range(240):
             assert server.poll() is None, (tmp / "server.log").read_text()[-2000:]
@@ -152,7 +178,10 @@ def checked(page, wrong):
 def move(page, slider):
     "Press the arrow key on a slider; numbers and picture of its cell before and after."
     cell = page.locator(".jp-CodeCell", has=page.locator(".noUi-handle"))
-    see = lambda: (cell.locator(".jp-OutputArea").first.inner_text(), cell.locator("img").last.get_attribute("src"))
+
+    def see():
+        return (cell.locator(".jp-OutputArea").first.inner_text(), cell.locator("img").last.get_attribute("src"))
+
     handle = cell.locator(".noUi-handle").nth(slider)
     handle.scroll_into_view_if_needed()
     before = see()
@@ -165,6 +194,23 @@ def move(page, slider):
         "a change after the slider was moved",
     )
     return before, see()
+
+
+def save(page, path):
+    "Press Ctrl-S; wait until the file is written."
+    before = path.stat().st_mtime_ns
+    page.locator(".jp-Notebook .jp-Cell").first.click()
+    page.keyboard.press("Control+s")
+    wait_until(page, lambda: path.stat().st_mtime_ns != before, 60, f"{path.name} to be saved")
+
+
+@pytest.mark.parametrize("stem", SAVED)
+def test_opening_and_saving_changes_nothing(browser, lab, stem):
+    clone = lab.folder / "clone"
+    page, wrong = open_notebook(browser, lab, f"clone/{stem}.ipynb")
+    save(page, clone / f"{stem}.ipynb")
+    page.close()
+    assert git(clone, "diff", "--stat", "--", f"{stem}.ipynb") == ""
 
 
 def test_aim_page_runs_and_its_slider_moves_the_picture(browser, lab):

@@ -1,4 +1,4 @@
-"""AIM under torch.compile and torch.export, called as users call them."""
+"""AIM under torch.compile, torch.export, autocast and vmap, called as users call them."""
 
 import shutil
 
@@ -67,6 +67,36 @@ def test_compiled_training_is_eager_training_and_is_compiled_for_all_batches(opt
     assert compiler["stats"]["unique_graphs"] <= 2  # one for the first batch, one for all others
     other = make_net(**options, K=2)
     assert train(other, other, batches)[0] != pytest.approx(losses, abs=1e-5)
+
+
+def test_training_under_autocast_is_training():
+    "The linear layers run in bfloat16, AIM in its own precision; both learn, and the losses are nearly those of float32."
+    plain, twin = make_net(), make_net()
+    losses, weights = train(plain, plain, [30] * 8)
+
+    def forward(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return twin(x)
+
+    mixed, mixed_weights = train(twin, forward, [30] * 8)
+    assert mixed == pytest.approx(losses, rel=0.02) and mixed != losses
+    assert all(p.dtype == torch.float32 for p in mixed_weights) and losses[-1] < losses[0]
+    assert (mixed_weights[0] - weights[0]).abs().max() < 0.01
+
+
+def test_gradients_of_each_sample():
+    net = make_net().eval()
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(weights, x, y):
+        out = torch.func.functional_call(net, weights, (x[None],))
+        return nn.functional.cross_entropy(out, y[None])
+
+    x, y = rows(9), torch.arange(9) % 5
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, x, y)
+    whole = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
+    for name, gradient in zip(weights, whole):
+        torch.testing.assert_close(each[name].mean(0), gradient, rtol=0, atol=1e-5)
 
 
 @needs_compiler

@@ -11,7 +11,7 @@ import torch
 from aim_nb.engine import train_continual
 from aim_nb.engine.checkpoints import load_tensors, read_saved
 from aim_nb.config import Budget, preset
-from aim_nb.engine.records import read_record, record_name, records_dir, save_record, sealed
+from aim_nb.engine.records import record_name, records_dir
 from aim_nb.engine.train_fewshot import run_fewshot, training_checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,23 +73,3 @@ def test_what_cannot_be_shipped_is_refused_in_a_sentence(tmp_path, monkeypatch):
     done = ship(plain, tmp_path / "shipped")
     assert done.returncode and done.stderr.startswith("ship: sib has no AIM") and "Traceback" not in done.stderr
     assert not (tmp_path / "shipped").exists()
-
-
-def test_old_records_are_given_their_episodes(tmp_path, monkeypatch):
-    "tools/episodes.py: the same weights give the same answers; a record that does not fit them stays as it is."
-    monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
-    rec = run_fewshot(dataset="glyphs", method="sib+linear", budget="smoke", steps=4)
-    old = sealed(rec | {"metrics": {k: v for k, v in rec["metrics"].items() if k != "hits"}})
-    other = sealed(old | {"metrics": old["metrics"] | {"accuracy": rec["metrics"]["accuracy"] + 1}})
-    fits, off = (save_record(r, tmp_path / f"records-{i}") for i, r in enumerate((old, other)))
-    before = off.read_bytes()
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools/episodes.py", fits, off], cwd=ROOT, capture_output=True, text=True
-    )
-    assert read_record(fits) == rec and rec["metrics"]["hits"]
-    assert (
-        done.returncode
-        and off.read_bytes() == before
-        and "it stays as it is" in done.stderr
-        and "Traceback" not in done.stderr
-    )

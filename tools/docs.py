@@ -2,13 +2,14 @@
 
 Both render the same pages (nbdev's processed notebooks) with the same navigation (`sections`)."""
 
-import argparse, re, shutil, subprocess, sys, tempfile
+import argparse, dataclasses, importlib, inspect, re, shutil, subprocess, sys, tempfile
 from configparser import ConfigParser
 from itertools import groupby
 from pathlib import Path
-import nbformat, yaml
+import nbformat, sphinx_api, yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the API of this tree, whatever is installed
 config = ConfigParser()
 config.read(ROOT / "settings.ini")
 SETTINGS = config["DEFAULT"]
@@ -64,7 +65,9 @@ def by_quarto(out):
 
 CONF = """
 project, author, copyright = "aim_nb", {author!r}, {copyright!r}
-extensions = ["myst_nb", "sphinx-mathjax-offline"]
+extensions = ["myst_nb", "sphinx-mathjax-offline", "sphinx_api"]
+default_role, autodoc_preserve_defaults, python_maximum_signature_line_length = "code", True, 88
+add_module_names, autodoc_member_order, toc_object_entries_show_parents = False, "bysource", "hide"
 nb_execution_mode, nb_ipywidgets_js, nb_merge_streams = "off", {{}}, True
 myst_enable_extensions = ["dollarmath", "amsmath", "attrs_inline", "deflist"]
 myst_heading_anchors, myst_all_links_external = 3, True
@@ -77,11 +80,17 @@ html_static_path, html_css_files, html_favicon = ["static"], ["site.css"], "stat
 """
 CSS = """
 .bd-sidebar-primary h3 {display: none} .bd-sidebar-primary ul {list-style: none; padding-left: .6rem} .bd-sidebar-primary a {text-decoration: none} .bd-sidebar-primary .caption {font-weight: 600; margin-top: 1rem}
-.bd-page-width {max-width: 100rem} .bd-sidebar-primary {flex: 0 0 16rem; font-size: .9rem} .bd-sidebar-secondary {flex: 0 0 14rem; width: 14rem; font-size: .85rem; overflow-wrap: anywhere} .bd-main .bd-content .bd-article-container {max-width: 68rem}
+.bd-page-width {max-width: 100rem} .bd-sidebar-primary {flex: 0 0 14rem; font-size: .9rem} .bd-sidebar-secondary {flex: 0 0 11rem; width: 11rem; font-size: .85rem; overflow-wrap: anywhere} .bd-main .bd-content .bd-article-container {max-width: 68rem}
 html {--pst-font-size-h1: 2rem; --pst-font-size-h2: 1.6rem; --pst-font-size-h3: 1.25rem}
-.bd-article pre {font-size: .75rem} .bd-article table {font-size: .85rem; width: auto; margin-left: 0} .bd-article table p {margin: 0} .bd-article table th, .bd-article table td {padding: .2rem .45rem !important}
+.bd-article pre {font-size: .75rem} .bd-article table {font-size: .8rem; line-height: 1.4; width: auto; margin-left: 0} .bd-article :is(h1, h2, h3) {overflow-wrap: anywhere} .bd-article table p {margin: 0} .bd-article table th, .bd-article table td {padding: .2rem .45rem !important}
 .bd-article figure {text-align: left} .bd-article figure img {margin-left: 0} .bd-article figcaption {text-align: left} .bd-article figcaption p {color: var(--pst-color-text-base); font-weight: 400; font-size: .9rem; padding: 0}
 html[data-theme="dark"] .text_html, html[data-theme="dark"] .bd-content img {background: none !important; color: inherit !important; filter: none !important; padding: 0 !important} .bd-article .text_html table {font-size: .8rem} .bd-article .text_html td {white-space: nowrap} .bd-article table caption {color: inherit}
+.bd-article dl.py > dt {font-size: .85rem} .bd-article dl.py > dd {margin-bottom: 1.2rem} dl.field-list {font-size: .85rem}
+@media (max-width: 600px) {
+  .bd-article table {font-size: .75rem} .bd-article table th, .bd-article table td {padding: .15rem .3rem !important}
+}
+.bd-article :is(td, th).verdict {position: sticky; right: 0; min-width: 5.5rem; max-width: 9rem; white-space: normal !important; border-left: 1px solid var(--pst-color-border)}
+.bd-article :is(td, th).verdict {background-color: var(--pst-color-background)}
 .btn-outline-primary {--bs-btn-color: var(--pst-color-link); --bs-btn-border-color: var(--pst-color-link)}
 """
 STATIC = {
@@ -105,6 +114,7 @@ PM = "\u00a0±\u00a0"  # a number and its interval stay on one line
 def relink(text):
     "Links between pages as this renderer needs them: our own absolute and notebook addresses become pages of this site."
     text = text.replace(" ± ", PM)
+    text = re.sub(r"\[([^\]]*)\]\(" + re.escape(SITE) + r"/[\w-]+\.html#_\w+\)", r"\1", text)  # private: no entry
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html#([\w.]+)", lambda m: f"{m[1]}.html#sym-{m[2].lower()}", text)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html", r"\1.html", text)
     text = re.sub(
@@ -113,9 +123,22 @@ def relink(text):
     return re.sub(r"\]\(\.\./([\w./+@-]+)\)", rf"]({SETTINGS['git_url']}/blob/{SETTINGS['branch']}/\1)", text)
 
 
+def with_fields(text, name):
+    "show_doc's text with the fields of a named tuple or a dataclass, where it says `*args, **kwargs`."
+    module = re.search(r"/blob/[^/]+/(aim_nb/[\w/]+)\.py#", text)
+    value = getattr(importlib.import_module(module[1].replace("/", ".")), name, None) if module else None
+    if not (hasattr(value, "_fields") or dataclasses.is_dataclass(value)):
+        return text
+    parameters = [re.sub(r"ForwardRef\('(.+?)'\)", r"\1", str(p)) for p in inspect.signature(value).parameters.values()]
+    fields = "\n".join(f"    {p}," for p in parameters).replace("'", "")
+    return re.sub(r"def (\w+)\(\s*\*args, \*\*kwargs\s*\):", rf"class \1(\n{fields}\n)", text)
+
+
 def api_cell(text):
     "What show_doc put out, as a section of its own with an anchor."
     name = re.search(r"^#+ (\S+)", text, re.M)
+    if name and "*args, **kwargs" in text:
+        text = with_fields(text, name[1])
     text = re.sub(r"^---\n", "", text.lstrip())
     text = re.sub(
         r"```.*?```", lambda m: re.sub(r"\[`([^`]+)`\]\([^)]*\)", r"`\1`", m[0]), text, flags=re.S
@@ -127,16 +150,28 @@ def api_cell(text):
 
 def by_kind(outputs):
     "Outputs in order, Markdown one by one, pictures one by one, the rest together."
-    kind = lambda o: next((k for k in ("text/markdown", "image/png") if k in o.get("data", {})), "")
+
+    def kind(o):
+        return next((k for k in ("text/markdown", "image/png") if k in o.get("data", {})), "")
+
     groups = [(k, list(g)) for k, g in groupby(outputs, kind)]
     return [(k, part) for k, g in groups for part in ([[o] for o in g] if k else [g])]
+
+
+def mark_verdicts(html):
+    "Give the cells of a pandas table's column Verdict a class of their own, as sphinx_api does in Markdown tables."
+    column = re.search(r'class="col_heading level0 (col\d+)" >Verdict<', html)
+    return re.sub(rf'(class="[^"]*\b{column[1]}\b)', r"\1 verdict", html) if column else html
 
 
 def convert_output(o):
     "An output without widgets (no kernel answers them here), its links as this site needs them, a number and its interval on one line."
     if "data" not in o:
         return o
-    clean = {"text/markdown": lambda t: relink(t), "text/html": lambda t: t.replace(" ± ", PM)}
+    o = nbformat.from_dict(o)
+    if any("widget" in kind for kind in o.data):
+        o.data.pop("text/plain", None)  # what is left of a widget here is its repr
+    clean = {"text/markdown": lambda t: relink(t), "text/html": lambda t: mark_verdicts(t.replace(" ± ", PM))}
     return nbformat.from_dict(
         {**o, "data": {k: clean.get(k, lambda t: t)(v) for k, v in o.data.items() if "widget" not in k}}
     )
@@ -150,7 +185,10 @@ def convert_code(cell):
     parts = by_kind([convert_output(o) for o in cell.outputs])
     if marks.get("output") == "asis" and parts:
         return [api_cell(o["data"]["text/markdown"]) for k, g in parts if k == "text/markdown" for o in g]
-    code = lambda outputs, **meta: nbformat.v4.new_code_cell(source, outputs=outputs, metadata=meta)
+
+    def code(outputs, **meta):
+        return nbformat.v4.new_code_cell(source, outputs=outputs, metadata=meta)
+
     hidden, caption = dict(tags=["remove-input"]), marks.get("fig-cap")
     cells = [] if marks.get("echo") == "false" else [code([], tags=["hide-input"] * ("code-fold" in marks))]
     pictures = [g for k, g in parts if k == "image/png"]
@@ -176,7 +214,10 @@ def convert(nb, name):
         else {}
     )
     cells = (
-        [nbformat.v4.new_markdown_cell(f"# {front['title']}\n\n> {front.get('description') or ''}"), links(name)]
+        [
+            nbformat.v4.new_markdown_cell(f"# {page_title(front['title'])}\n\n> {front.get('description') or ''}"),
+            links(name),
+        ]
         if front.get("title")
         else []
     )
@@ -189,6 +230,11 @@ def convert(nb, name):
     nb.metadata.pop("widgets", None)
     nb.cells = cells
     return nb
+
+
+def page_title(text):
+    "A notebook's title without the labels of the paper's source (tab:few-shot), which say nothing to a reader."
+    return re.sub(r"[:,]?\s+(?:tab|fig):.*$", "", text)
 
 
 def short_title(name):
@@ -204,6 +250,8 @@ def toctree():
         + "\n```"
         for title, names in sections().items()
     ]
+    api = "\n".join([*sphinx_api.ROOMS, "All names <genindex>"])
+    trees.append(f"```{{toctree}}\n:hidden:\n:caption: API\n\n{api}\n```")
     return nbformat.v4.new_markdown_cell("\n\n".join(trees))
 
 
@@ -218,6 +266,7 @@ def by_sphinx(out):
             if path.stem == "index":
                 nb.cells.append(toctree())
             nbformat.write(nb, Path(tmp, f"{url(path.name)}.ipynb"))
+        sphinx_api.write_pages(tmp)
         Path(tmp, "static").mkdir()
         for name, text in STATIC.items():
             Path(tmp, "static", name).write_text(text)

@@ -8,7 +8,6 @@ import collections
 import contextlib
 import hashlib
 import importlib
-import itertools
 import os
 import re
 import shutil
@@ -171,48 +170,38 @@ def _finding(check, ok, detail, bad="problem", **data):
     return dict(check=check, level="ok" if ok else bad, detail=detail, **data)
 
 
-def _sha256(array, rows=4096):
-    sha = hashlib.sha256()
-    for i in range(0, len(array), rows):
-        sha.update(np.ascontiguousarray(array[i : i + rows]).data)
-    return sha.hexdigest()
+def _range(numbers):
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"
 
-# %% ../../nbs/05_banks.ipynb #f932d08d
-def _check_checksums(bank) -> dict:
-    "Are the arrays those that were written?"
-    bad = [k for k in ARRAYS if _sha256(getattr(bank, k)) != bank.info["sha256"][k]]
-    return _finding(
-        "checksums",
-        not bad,
-        f"{', '.join(bad)} differ from bank.json: run `aim-nb data prepare NAME --force`"
-        if bad
-        else f"sha256 of {', '.join(ARRAYS)} are right",
-    )
 
-# %% ../../nbs/05_banks.ipynb #75e5eb53
-def _check_counts(bank) -> dict:
-    "How many images has a class?"
+def _check_files(bank) -> list:
+    "Are the arrays those that were written, how many images has a class, are the class splits disjoint?"
+    changed = []
+    for name in ARRAYS:
+        if hashlib.sha256(np.ascontiguousarray(getattr(bank, name))).hexdigest() != bank.info["sha256"][name]:
+            changed.append(name)
+    checksums = f"sha256 of {', '.join(ARRAYS)} are right"
+    if changed:
+        checksums = f"{', '.join(changed)} differ from bank.json: run `aim-nb data prepare NAME --force`"
+
     n = np.bincount(bank.labels, minlength=len(bank.class_names))
     test = np.bincount(bank.labels, bank.split, len(n)).astype(int)
     shape = "x".join(map(str, bank.shape))
-    text = (
+    counts = (
         f"{len(n)} classes, {len(bank.labels):,} images of {shape}; "
-        f"{_span(n)} a class ({_span(n - test)} train, {_span(test)} test)"
+        f"{_range(n)} a class ({_range(n - test)} train, {_range(test)} test)"
     )
-    return _finding("counts", n.min() > 0, text, per_class=dict(zip(bank.class_names, n.tolist())))
 
-
-def _span(n):
-    return f"{n.min()}" if n.min() == n.max() else f"{n.min()}-{n.max()}"
-
-# %% ../../nbs/05_banks.ipynb #e10d710a
-def _check_splits(bank) -> dict:
-    "Are the class splits disjoint, and do they cover all classes?"
-    sets = {p: set(bank.splits[p]) for p in PARTS}
-    both = sum(len(sets[a] & sets[b]) for a, b in itertools.combinations(PARTS, 2))
-    left = len(bank.class_names) - len(set().union(*sets.values()))
-    sizes = " / ".join(str(len(sets[p])) for p in PARTS)
-    return _finding("splits", not both, f"{sizes} classes (train / val / test), {both} in two of them, {left} in none")
+    used = [label for part in PARTS for label in bank.splits[part]]
+    twice = len(used) - len(set(used))
+    sizes = " / ".join(str(len(bank.splits[part])) for part in PARTS)
+    splits = f"{sizes} classes (train / val / test), {twice} in two of them, {len(n) - len(set(used))} in none"
+    return [
+        _finding("counts", n.min() > 0, counts, per_class=dict(zip(bank.class_names, n.tolist()))),
+        _finding("splits", not twice, splits),
+        _finding("checksums", not changed, checksums),
+    ]
 
 # %% ../../nbs/05_banks.ipynb #22d99f64
 def _check_images(bank) -> list:
@@ -252,36 +241,36 @@ def check_bank(
         bank = _load(name, dir)
     except AimError as e:
         return [_finding("files", False, str(e))]
-    source = _finding(
-        "source",
-        "not the official" not in bank.info.get("checksum", ""),
-        f"{bank.info['source']}. {bank.info.get('checksum', '')}".strip(),
-        bad="note",
-    )
-    return [source, _check_counts(bank), _check_splits(bank), _check_checksums(bank), *_check_images(bank)]
+    checksum = bank.info.get("checksum", "")
+    detail = f"{bank.info['source']}. {checksum}".strip()
+    source = _finding("source", "not the official" not in checksum, detail, bad="note")
+    return [source, *_check_files(bank), *_check_images(bank)]
 
 # %% ../../nbs/05_banks.ipynb #49021c53
-def _bank_row(name, root):
-    "One line of the list."
+def _describe(name, root) -> dict:
+    "What there is of a dataset: a bank, its source, or nothing."
     dir = bank_dir(name, root)
     row = dict(name=name, state="missing", images=0, classes=0, shape="", mb=0.0, sha="", where=str(dir), source="")
-    if (dir / "bank.json").exists():
-        bank = _usable(name, dir)
-        if not bank:
-            return row | dict(state="damaged")
-        return row | dict(
-            state="ready",
-            images=len(bank.labels),
-            classes=len(bank.class_names),
-            shape="x".join(map(str, bank.shape)),
-            mb=round(bank.images.nbytes / 1e6, 1),
-            sha=bank.sha,
-            source=bank.info["source"],
-        )
-    if name == "glyphs":
-        return row | dict(state="can be made")
-    found = find_source(name, root)
-    return row | (dict(state="source found", source=found[0]) if found else {})
+    if not (dir / "bank.json").exists():
+        found = find_source(name, root) if name in FORMS else None
+        if found:
+            row |= dict(state="source found", source=found[0])
+        elif name == "glyphs":
+            row["state"] = "can be made"
+        return row
+
+    bank = _usable(name, dir)
+    if bank is None:
+        return row | dict(state="damaged")
+    return row | dict(
+        state="ready",
+        images=len(bank.labels),
+        classes=len(bank.class_names),
+        shape="x".join(map(str, bank.shape)),
+        mb=round(bank.images.nbytes / 1e6, 1),
+        sha=bank.sha,
+        source=bank.info["source"],
+    )
 
 
 def list_banks(
@@ -289,7 +278,5 @@ def list_banks(
 ) -> list:
     "What is there and what could be built: a dictionary a dataset."
     root = data_root(root)
-    own = sorted(
-        file.parent.name for file in root.glob("folder-*/bank.json") if _FOLDER_KEY.fullmatch(file.parent.name)
-    )
-    return [_bank_row(name, root) for name in (*DATASETS, *own)]
+    own = sorted(p.parent.name for p in root.glob("folder-*/bank.json") if _FOLDER_KEY.fullmatch(p.parent.name))
+    return [_describe(name, root) for name in (*DATASETS, *own)]

@@ -4,9 +4,10 @@
 
 # %% ../../nbs/06_glyphs.ipynb #902794ab
 from __future__ import annotations
+import json
 import unicodedata
-from bisect import bisect_right
 from functools import lru_cache
+from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
@@ -15,10 +16,9 @@ from PIL import Image, ImageDraw, ImageFont
 from ..core import AimError, numpy_rng, progress
 
 # %% auto #0
-__all__ = ['FACES', 'KINDS', 'CANVAS', 'BOX', 'SIDE', 'TWINS', 'VIEWS', 'ALPHABETS', 'BLOCKS', 'SPLITS', 'NODES', 'BASIS',
-           'WRITERS', 'TRAIN_WRITERS', 'HABIT', 'CHANCE', 'face_paths', 'coverage', 'on_line', 'boxed', 'blur',
-           'templates', 'likeness', 'twin_score', 'distinct', 'agreeing_faces', 'script_of', 'thin', 'Glyph',
-           'glyph_classes', 'linear_maps', 'bend_field', 'warp', 'ink', 'writer_habits', 'draw_class', 'build_glyphs']
+__all__ = ['FACES', 'CANVAS', 'BOX', 'SIDE', 'NODES', 'BASIS', 'WRITERS', 'TRAIN_WRITERS', 'HABIT', 'CHANCE', 'face_paths',
+           'boxed', 'blur', 'Glyph', 'glyph_classes', 'linear_maps', 'bend_field', 'warp', 'ink', 'writer_habits',
+           'draw_class', 'build_glyphs']
 
 # %% ../../nbs/06_glyphs.ipynb #3eddae1f
 FACES = tuple(
@@ -38,23 +38,10 @@ def face_paths() -> list:
         ) from None
     return [Path(get_data_path()) / "fonts" / "ttf" / f"DejaVu{face}.ttf" for face in FACES]
 
-# %% ../../nbs/06_glyphs.ipynb #6ff6a845
-KINDS = frozenset("Lu Ll Lo Nd Nl No Sm Sc So Pc Pd Ps Pe Pi Pf Po".split())  # Unicode general categories
-
-
-@lru_cache(1)
-def coverage() -> dict:
-    "Every usable code point with the numbers of the faces that have it, in code point order."
-    faces, paths = {}, face_paths()  # first, since it says what to install
-    from matplotlib.ft2font import FT2Font
-
-    for i, path in enumerate(paths):
-        for code in FT2Font(str(path)).get_charmap():
-            faces.setdefault(code, []).append(i)
-    return {c: tuple(faces[c]) for c in sorted(faces) if len(faces[c]) >= 4 and unicodedata.category(chr(c)) in KINDS}
-
 # %% ../../nbs/06_glyphs.ipynb #1fc23f6a
-CANVAS, BOX, SIDE = 64, 48, 28  # clean canvas, longer side of a boxed character, side of a final image
+CANVAS = 64  # side of a clean picture
+BOX = 48  # longer side of a boxed character in it
+SIDE = 28  # of a final image
 
 
 @lru_cache(None)
@@ -70,158 +57,24 @@ def _text(code, face, size, canvas):
     return image
 
 
-def on_line(code, face) -> np.ndarray:
-    "A character at a fixed size on a common base line, ink = 255."
-    return np.asarray(_text(code, face, 40, CANVAS))
-
-# %% ../../nbs/06_glyphs.ipynb #de35dafd
 @lru_cache(20000)
 def boxed(code, face) -> np.ndarray:
     "A character scaled to a common box and centred, ink = 255; all zeros where the face draws nothing."
     image = _text(code, face, 56, 3 * CANVAS)
-    out, ink = Image.new("L", (CANVAS, CANVAS)), image.getbbox()
+    out = Image.new("L", (CANVAS, CANVAS))
+    ink = image.getbbox()
     if ink:
         sides = np.array([ink[2] - ink[0], ink[3] - ink[1]])
         w, h = (int(s) for s in np.maximum(1, np.rint(sides * (BOX / sides.max()))))
         out.paste(image.resize((w, h), Image.Resampling.BILINEAR, box=ink), ((CANVAS - w) // 2, (CANVAS - h) // 2))
     return np.asarray(out)
 
-# %% ../../nbs/06_glyphs.ipynb #f68685c7
+# %% ../../nbs/06_glyphs.ipynb #8bc39f5c
 def blur(pictures) -> np.ndarray:
     "Each of (n, h, w) pictures under the 3x3 binomial filter."
     p = np.pad(pictures, ((0, 0), (1, 1), (1, 1)))
     p = (p[:, :-2] + 2 * p[:, 1:-1] + p[:, 2:]) / 4
     return (p[:, :, :-2] + 2 * p[:, :, 1:-1] + p[:, :, 2:]) / 4
-
-
-def templates(
-    pictures,  # (n, 64, 64), ink = 255
-    cell,  # pixels a cell: 4 for boxed characters, 2 for those on a line
-) -> np.ndarray:
-    "Blurred coarse pictures in whole numbers 0..15."
-    n = CANVAS // cell
-    cells = np.asarray(pictures, np.float32).reshape(-1, n, cell, n, cell).mean((2, 4))
-    return np.rint(blur(cells) * np.float32(15 / 255)).astype(np.float32)
-
-# %% ../../nbs/06_glyphs.ipynb #ad26bb23
-def likeness(
-    A,  # templates (n, h, w)
-    B,  # templates (m, h, w)
-) -> np.ndarray:
-    "The (n, m) cosines of templates at the best shift by one cell."
-    cells = A.shape[1] * A.shape[2]  # said in full, for A may be empty
-    a, best = A.reshape(len(A), cells), np.zeros((len(A), len(B)), np.float32)
-    for shift in np.ndindex(3, 3):
-        b = np.roll(B, (shift[0] - 1, shift[1] - 1), (1, 2)).reshape(len(B), cells)
-        np.maximum(best, a @ b.T, out=best)
-    norms = np.sqrt((a * a).sum(1))[:, None] * np.sqrt((B * B).sum((1, 2)))
-    return best / np.maximum(norms, 1)
-
-# %% ../../nbs/06_glyphs.ipynb #1bc4d90b
-TWINS = 0.93  # a likeness above this makes two characters one class
-
-
-def _boxes(codes, nth):
-    return templates([boxed(c, coverage()[c][nth]) for c in codes], 4)
-
-
-def _lines(codes):
-    return templates([on_line(c, coverage()[c][0]) for c in codes], 2)
-
-
-VIEWS = (
-    lambda codes: [_boxes(codes, 0)],
-    lambda codes: [_lines(codes)],
-    lambda codes: [_boxes(codes, 0), _boxes(codes, 1)],
-)
-
-
-def twin_score(a, b) -> np.ndarray:
-    "How alike the characters of two lists of code points are: the highest likeness in any view."
-    return np.max([likeness(x, y) for view in VIEWS for x in view(a) for y in view(b)], 0)
-
-# %% ../../nbs/06_glyphs.ipynb #34e2ba1f
-def distinct(
-    views,  # templates in one or more renderings, each (n, h, w)
-    most=TWINS,  # likeness allowed between two that stay
-    block=256,  # candidates compared in one matrix product
-) -> np.ndarray:
-    "Positions of the templates that are like no earlier one that stays."
-    score = lambda i, j: np.max([likeness(a[i], b[j]) for a in views for b in views], 0)
-    kept = np.zeros(0, np.int64)
-    for start in range(0, len(views[0]), block):
-        new = np.arange(start, min(start + block, len(views[0])))
-        if len(kept):
-            new = new[score(new, kept).max(1) <= most]
-        among, stay = score(new, new), []
-        for k in range(len(new)):
-            if not (among[k, stay] > most).any():
-                stay.append(k)
-        kept = np.concatenate([kept, new[stay]])
-    return kept
-
-# %% ../../nbs/06_glyphs.ipynb #ecf105a7
-def agreeing_faces(
-    code,  # a code point
-    least=0.75,  # likeness with the character's first face
-) -> tuple:
-    "The faces that draw `code` in the same design as the first face that has it."
-    faces = coverage()[code]
-    T = templates([boxed(code, f) for f in faces], 4)
-    return tuple(f for f, like in zip(faces, likeness(T[:1], T)[0]) if like >= least)
-
-# %% ../../nbs/06_glyphs.ipynb #6f99ea72
-ALPHABETS = frozenset(
-    "LATIN GREEK CYRILLIC ARMENIAN HEBREW ARABIC LAO GEORGIAN CANADIAN LISU COPTIC BRAILLE OLD".split()
-)
-BLOCKS = (
-    (0, "COMMON"),
-    (0x20A0, "LETTERLIKE"),
-    (0x2150, "NUMBERS"),
-    (0x2190, "ARROWS"),
-    (0x2200, "MATHEMATICAL"),
-    (0x2300, "TECHNICAL"),
-    (0x2460, "NUMBERS"),
-    (0x2500, "GEOMETRIC"),
-    (0x2600, "PICTOGRAMS"),
-    (0x27C0, "MATHEMATICAL"),
-    (0x27F0, "ARROWS"),
-    (0x2980, "MATHEMATICAL"),
-    (0x2B00, "ARROWS"),
-    (0x2B12, "GEOMETRIC"),
-    (0x2C00, "COMMON"),
-    (0x4DC0, "PICTOGRAMS"),
-    (0x4E00, "COMMON"),
-    (0x1D300, "PICTOGRAMS"),
-    (0x1D400, "LETTERLIKE"),
-    (0x1F000, "PICTOGRAMS"),
-)  # first code point of a block, the script it stands for
-
-
-def script_of(code) -> str:
-    "The script of a code point."
-    words = unicodedata.name(chr(code)).replace("ARABIC-INDIC", "ARABIC").removeprefix("EXTENDED ").split()
-    return words[0] if words[0] in ALPHABETS else BLOCKS[bisect_right(BLOCKS, (code, "~")) - 1][1]
-
-# %% ../../nbs/06_glyphs.ipynb #873745f6
-SPLITS = {
-    "train": (600, "LATIN COMMON LETTERLIKE PICTOGRAMS GEOMETRIC BRAILLE".split()),
-    "val": (64, "GREEK ARMENIAN".split()),
-    "test": (
-        600,
-        "CYRILLIC GEORGIAN ARABIC HEBREW LAO COPTIC LISU OLD CANADIAN NUMBERS ARROWS TECHNICAL MATHEMATICAL".split(),
-    ),
-}
-
-
-def thin(codes, n) -> list:
-    "The `n` of `codes` left when the later one of the closest pair goes, again and again."
-    score, alive = np.triu(likeness(*[_boxes(codes, 0)] * 2), 1), np.ones(len(codes), bool)
-    while alive.sum() > n:
-        j = np.unravel_index(score.argmax(), score.shape)[1]
-        alive[j] = False
-        score[j] = score[:, j] = -1
-    return [c for c, a in zip(codes, alive) if a]
 
 # %% ../../nbs/06_glyphs.ipynb #21f0e19a
 class Glyph(NamedTuple):
@@ -235,26 +88,20 @@ class Glyph(NamedTuple):
     def name(self):
         return f"{self.script}/U+{self.code:04X} {unicodedata.name(chr(self.code))}"
 
-
-def _fill(glyphs, n, scripts):
-    "The glyphs of a split: `scripts` whole, the last of them thinned so that `n` come out."
-    whole, last = [g for g in glyphs if g.script in scripts[:-1]], [g for g in glyphs if g.script == scripts[-1]]
-    if not 0 <= n - len(whole) <= len(last):
-        raise AimError(
-            "these fonts do not give the classes that glyphs are defined by; use the matplotlib of constraints.txt: pip install -c constraints.txt 'aim_nb[notebooks]'."
-        )
-    stay = thin([g.code for g in last], n - len(whole))
-    return sorted(whole + [g for g in last if g.code in stay], key=lambda g: (g.script, g.code))
-
-# %% ../../nbs/06_glyphs.ipynb #e5f6aa05
+# %% ../../nbs/06_glyphs.ipynb #243d5e47
 @lru_cache(1)
 def glyph_classes() -> dict:
-    "The classes of each split, sorted by script and code point; they depend on the fonts alone."
-    codes = [c for c, faces in coverage().items() if boxed(c, faces[0]).any()]
-    for view in VIEWS:
-        codes = [codes[i] for i in distinct(view(codes))]
-    glyphs = [Glyph(c, script_of(c), agreeing_faces(c)) for c in codes]
-    return {split: _fill([g for g in glyphs if len(g.faces) >= 4], *want) for split, want in SPLITS.items()}
+    "The classes of each split, sorted by script and code point."
+    stored = json.loads(resources.files("aim_nb").joinpath("data/glyphs.json").read_text())
+    classes = {}
+    for split, scripts in stored.items():
+        classes[split] = []
+        for script, characters in scripts.items():
+            for character in characters.split():
+                code, bits = (int(number, 16) for number in character.split(":"))
+                faces = tuple(face for face in range(len(FACES)) if bits >> face & 1)
+                classes[split].append(Glyph(code, script, faces))
+    return classes
 
 # %% ../../nbs/06_glyphs.ipynb #b55b934d
 def linear_maps(turn, slant, height, width) -> np.ndarray:
@@ -284,17 +131,20 @@ def warp(
 ) -> np.ndarray:
     "Pictures (n, 28, 28) read off the canvas by bilinear interpolation."
     y, x = np.moveaxis(moves, 1, 0) + (np.mgrid[:SIDE, :SIDE] - (SIDE - 1) / 2).astype(np.float32)[:, None]
-    m, scale = maps[..., None, None], np.float32(CANVAS / SIDE)
-    cy, cx = (
-        np.clip((m[:, k, 0] * y + m[:, k, 1] * x) * scale + (CANVAS - 1) / 2, 0, CANVAS - 1.01).astype(np.float32)
-        for k in (0, 1)
-    )
-    i, j = cy.astype(np.int64), cx.astype(np.int64)
-    v, u, flat = cy - i, cx - j, pictures.reshape(-1)
-    at = np.arange(len(pictures))[:, None, None] * CANVAS**2 + i * CANVAS + j
-    return (flat[at] * (1 - u) + flat[at + 1] * u) * (1 - v) + (
-        flat[at + CANVAS] * (1 - u) + flat[at + CANVAS + 1] * u
-    ) * v
+    maps = maps[..., None, None]
+    scale = np.float32(CANVAS / SIDE)
+    places = []
+    for k in range(2):
+        place = (maps[:, k, 0] * y + maps[:, k, 1] * x) * scale + (CANVAS - 1) / 2
+        places.append(np.clip(place, 0, CANVAS - 1.01).astype(np.float32))
+    row, column = (place.astype(np.int64) for place in places)
+    v, u = places[0] - row, places[1] - column
+
+    flat = pictures.reshape(-1)
+    at = np.arange(len(pictures))[:, None, None] * CANVAS**2 + row * CANVAS + column
+    above = flat[at] * (1 - u) + flat[at + 1] * u
+    below = flat[at + CANVAS] * (1 - u) + flat[at + CANVAS + 1] * u
+    return above * (1 - v) + below * v
 
 # %% ../../nbs/06_glyphs.ipynb #1bc816d8
 def ink(
@@ -308,7 +158,8 @@ def ink(
     return 255 - np.rint(255 * np.clip(2 * (grey / edge - 1) + 0.5, 0, 1)).astype(np.uint8)
 
 # %% ../../nbs/06_glyphs.ipynb #12a40f17
-WRITERS, TRAIN_WRITERS = 20, 15
+WRITERS = 20
+TRAIN_WRITERS = 15
 HABIT = dict(turn=0.12, slant=0.25, aspect=0.1, pen=0.1)  # of a writer, kept through a script
 CHANCE = dict(turn=0.2, slant=0.25, size=0.2, shift=2.2, bend=1.6, pen=0.14, grain=0.25)  # of each image
 
@@ -335,17 +186,24 @@ def draw_class(
     chance=CHANCE,  # how far the images of a writer differ
 ) -> np.ndarray:
     "Twenty images (20, 28, 28) uint8 of a character, one by each writer."
-    w, rng = writer_habits(glyph.script, seed), numpy_rng(seed, "glyphs", "images", glyph.code)
-    own = lambda key: habit[key] * w[key]
-    draw = lambda key, *shape: chance[key] * rng.uniform(-1, 1, (WRITERS, *shape))
-    turn, slant, height, width = own("turn") + draw("turn"), own("slant") + draw("slant"), draw("size"), draw("size")
-    maps = linear_maps(turn, slant, 1.15 + height + own("aspect"), 1.15 + width - own("aspect"))
-    moves = draw("shift", 2)[..., None, None].astype(np.float32) + bend_field(
-        draw("bend", 2, NODES, NODES).astype(np.float32)
-    )
-    grey = warp(_strokes(glyph, w["faces"]), maps, moves)
-    level = (0.55 + own("pen") + draw("pen")).astype(np.float32)
-    return ink(grey * (1 + draw("grain", SIDE, SIDE).astype(np.float32)), level)
+    writers = writer_habits(glyph.script, seed)
+    rng = numpy_rng(seed, "glyphs", "images", glyph.code)
+    kept = {name: habit[name] * writers[name] for name in HABIT}
+
+    def vary(name, *shape):
+        return chance[name] * rng.uniform(-1, 1, (WRITERS, *shape))
+
+    turn = kept["turn"] + vary("turn")
+    slant = kept["slant"] + vary("slant")
+    height = 1.15 + vary("size") + kept["aspect"]
+    width = 1.15 + vary("size") - kept["aspect"]
+    shift = vary("shift", 2)[..., None, None].astype(np.float32)
+    bend = bend_field(vary("bend", 2, NODES, NODES).astype(np.float32))
+    grey = warp(_strokes(glyph, writers["faces"]), linear_maps(turn, slant, height, width), shift + bend)
+
+    level = (0.55 + kept["pen"] + vary("pen")).astype(np.float32)
+    grain = 1 + vary("grain", SIDE, SIDE).astype(np.float32)
+    return ink(grey * grain, level)
 
 # %% ../../nbs/06_glyphs.ipynb #9706191a
 def build_glyphs(
@@ -353,18 +211,17 @@ def build_glyphs(
     bar=True,  # show a progress bar
 ) -> dict:
     "Images, labels, image split, class names and class splits of the glyphs dataset."
-    splits, labels = glyph_classes(), {}
-    glyphs = [g for split in splits.values() for g in split]
+    classes = glyph_classes()
+    glyphs = [g for members in classes.values() for g in members]
     images = np.stack([draw_class(g, seed) for g in progress(glyphs, desc="glyphs", leave=False, disable=not bar)])
     boxed.cache_clear()  # some 40 MB of clean pictures
-    for split, members in splits.items():
-        labels[split] = list(range(sum(map(len, labels.values())), sum(map(len, labels.values())) + len(members)))
-    source = f"DejaVu faces of matplotlib, drawn by pillow {PIL.__version__}, seed {seed}"
+    ends = np.cumsum([len(members) for members in classes.values()]).tolist()
+    starts = [0, *ends[:-1]]
     return dict(
         images=images.reshape(-1, SIDE, SIDE, 1),
         labels=np.arange(len(glyphs)).repeat(WRITERS),
         class_names=[g.name for g in glyphs],
-        splits=labels,
+        splits={split: list(range(a, b)) for split, a, b in zip(classes, starts, ends)},
         split=np.tile(np.arange(WRITERS) >= TRAIN_WRITERS, len(glyphs)).astype(np.uint8),
-        source=source,
+        source=f"DejaVu faces of matplotlib, drawn by pillow {PIL.__version__}, seed {seed}",
     )

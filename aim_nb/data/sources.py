@@ -14,26 +14,25 @@ import io
 import os
 import pickletools
 import re
-import shutil
 import socket
 import stat
 import sys
 import tarfile
+import tempfile
 import textwrap
 import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 import numpy as np
-import torch
 from PIL import Image, ImageOps
-from ..core import AimError, atomic_dir, content_key, data_root
+from ..core import AimError, content_key, data_root
 from ..paper import class_split
 from .files import PARTS, disk_errors, file_errors
 
 # %% auto #0
-__all__ = ['BIG', 'EXPECT', 'FORMS', 'READERS', 'open_files', 'decode', 'read_pickle', 'import_torchvision', 'official', 'fetch',
-           'find_source', 'folder_pictures', 'read_folder']
+__all__ = ['BIG', 'EXPECT', 'FORMS', 'READERS', 'check_file', 'open_files', 'decode', 'read_pickle', 'import_torchvision',
+           'official', 'fetch', 'find_source', 'folder_pictures', 'read_folder']
 
 # %% ../../nbs/04_sources.ipynb #b3338359
 BIG = dict(  # far above any dataset here, far below what would hurt
@@ -47,7 +46,7 @@ BIG = dict(  # far above any dataset here, far below what would hurt
 )
 
 
-def _check_file(path, most):
+def check_file(path, most):
     "Refuse a file that is larger than `most` bytes, and a pipe or a device, which might be read for ever."
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
@@ -58,7 +57,7 @@ def _check_file(path, most):
 
 def _read_file(path):
     with file_errors(path):
-        _check_file(path, BIG["file"])
+        check_file(path, BIG["file"])
         return path.read_bytes()
 
 # %% ../../nbs/04_sources.ipynb #8b5e0ef7
@@ -70,7 +69,7 @@ def _unzip(z, member):
         return f.read(max(member.file_size, 1))
 
 
-def _untar(stream, start, size):
+def _read_part(stream, start, size):
     stream.seek(start)
     return stream.read(size)
 
@@ -81,17 +80,17 @@ def _members(path, stack):
         for file in sorted(p for p in path.rglob("*") if p.is_file()):
             yield file.relative_to(path).as_posix(), file.stat().st_size, file.read_bytes
     elif path.suffix == ".zip":
-        _check_file(path, BIG["zip"])
+        check_file(path, BIG["zip"])
         z = stack.enter_context(zipfile.ZipFile(path))
         for m in z.infolist():
             yield m.filename, m.file_size, None if m.is_dir() else functools.partial(_unzip, z, m)
     else:
-        _check_file(path, BIG["file"])
+        check_file(path, BIG["file"])
         stream = stack.enter_context(gzip.open(path))
         while (header := stream.read(512)) != bytes(512):
             m = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
             start = stream.tell()
-            yield m.name, m.size, functools.partial(_untar, stream, start, m.size) if m.isreg() else None
+            yield m.name, m.size, functools.partial(_read_part, stream, start, m.size) if m.isreg() else None
             stream.seek(start + -(-m.size // 512) * 512)
 
 # %% ../../nbs/04_sources.ipynb #00fb4e19
@@ -145,16 +144,23 @@ def decode(
         return im.convert(mode)
 
 # %% ../../nbs/04_sources.ipynb #de8fecfb
-def _raw(data):
+def _as_bytes(data):
     "Bytes, which Python 2 wrote as text."
     return data.encode("latin1") if isinstance(data, str) else data
 
 
-def _filled(raw, dtype, shape, order):
-    array = np.frombuffer(_raw(raw), dtype.value).reshape(shape, order=order)
+def _make_array(data, dtype, shape, order):
+    array = np.frombuffer(_as_bytes(data), dtype.value).reshape(shape, order=order)
     if max(array.shape, default=0) > max(array.nbytes, 1000):
         raise AimError(f"holds an empty array of shape {array.shape}: refused.")
     return array
+
+
+def _make_dtype(code, *_):
+    dtype = np.dtype(_as_bytes(code)[:16].decode())
+    if dtype.kind not in "biufSU":
+        raise AimError(f"holds an array of type {dtype}, which is not plain data: refused.")
+    return _Numpy(dtype)
 
 
 @dataclass
@@ -165,44 +171,27 @@ class _Numpy:
 
     def fill(self, state):
         if isinstance(self.value, np.dtype):
-            self.value = self.value.newbyteorder(_raw(state[1]).decode())
+            self.value = self.value.newbyteorder(_as_bytes(state[1]).decode())
         elif self.value is None:
-            _, shape, dtype, fortran, raw = state
-            self.value = _filled(raw, dtype, shape, "F" if fortran else "C")
-
-
-def _dtype(code, *_):
-    dtype = np.dtype(_raw(code)[:16].decode())
-    if dtype.kind not in "biufSU":
-        raise AimError(f"holds an array of type {dtype}, which is not plain data: refused.")
-    return _Numpy(dtype)
+            _, shape, dtype, fortran, data = state
+            self.value = _make_array(data, dtype, shape, "F" if fortran else "C")
 
 # %% ../../nbs/04_sources.ipynb #0e7581ae
 _ALLOWED = {
-    "numpy dtype": _dtype,
+    "numpy dtype": _make_dtype,
     "numpy ndarray": "the type of the array to come",
-    "_codecs encode": lambda text, codec: _raw(text),
+    "_codecs encode": lambda text, codec: _as_bytes(text),
     "__builtin__ bytes": lambda: b"",  # as Python 3 writes empty bytes for Python 2
     "collections OrderedDict": lambda: {},
-} | {
-    f"numpy.{core}.{name}": f
-    for core in ("core", "_core")
-    for name, f in (
-        ("multiarray _reconstruct", lambda *_: _Numpy()),
-        ("multiarray scalar", lambda dtype, raw: _filled(raw, dtype, -1, "C")[0]),
-        ("numeric _frombuffer", _filled),
-    )
 }
-
-
-def _allowed(name):
-    if name not in _ALLOWED:
-        raise AimError(f"asks for {name.replace(' ', '.')}, which is not data: refused, nothing was run.")
-    return _ALLOWED[name]
+for _module in ("numpy.core", "numpy._core"):
+    _ALLOWED[f"{_module}.multiarray _reconstruct"] = lambda *_: _Numpy()
+    _ALLOWED[f"{_module}.multiarray scalar"] = lambda dtype, data: _make_array(data, dtype, -1, "C")[0]
+    _ALLOWED[f"{_module}.numeric _frombuffer"] = _make_array
 
 # %% ../../nbs/04_sources.ipynb #849347a7
-def _recalled(value):
-    "A value that the pickle has remembered and uses again."
+def _check_recalled(value):
+    "Refuse to use a large value again."
     is_dtype = isinstance(value, _Numpy) and isinstance(value.value, np.dtype)
     is_name = isinstance(value, (str, bytes)) and len(value) <= 256
     if not (is_dtype or is_name or callable(value) or isinstance(value, (int, float, np.number))):
@@ -227,18 +216,13 @@ _TAKES_SINCE_MARK = {"LIST", "DICT", "TUPLE", "APPENDS", "SETITEMS"}
 _CONSTANTS = dict(NONE=None, NEWTRUE=True, NEWFALSE=False)
 
 
-def _instructions(data):
-    "Names and arguments, up to as many as a dataset can need."
-    for count, (instruction, arg, _) in enumerate(pickletools.genops(data)):
-        if count > BIG["instructions"]:
-            raise AimError("has more instructions than any dataset needs: refused.")
-        yield instruction.name, arg
-
-# %% ../../nbs/04_sources.ipynb #04b59df7
 def _follow(data):
     "The value that the instructions of a pickle build."
     stack, marks, memo = [], [], {}
-    for name, arg in _instructions(data):
+    for count, (instruction, arg, _) in enumerate(pickletools.genops(data)):
+        if count > BIG["instructions"]:
+            raise AimError("has more instructions than any dataset needs: refused.")
+        name = instruction.name
         start = marks.pop() if name in _TAKES_SINCE_MARK else len(stack) - _TAKES.get(name, 0)
         items = stack[start:]
         del stack[start:]
@@ -248,7 +232,7 @@ def _follow(data):
             case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
                 memo[len(memo) if arg is None else arg] = stack[-1]
             case "GET" | "BINGET" | "LONG_BINGET":
-                stack.append(_recalled(memo[arg]))
+                stack.append(_check_recalled(memo[arg]))
             case "EMPTY_LIST" | "LIST":
                 stack.append(list(map(_plain, items)))
             case "APPEND" | "APPENDS":
@@ -260,7 +244,10 @@ def _follow(data):
             case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
                 stack.append(tuple(items))
             case "GLOBAL" | "STACK_GLOBAL":
-                stack.append(_allowed(arg or " ".join(items)))
+                asked = arg or " ".join(items)
+                if asked not in _ALLOWED:
+                    raise AimError(f"asks for {asked.replace(' ', '.')}, which is not data: refused, nothing was run.")
+                stack.append(_ALLOWED[asked])
             case "REDUCE":
                 stack.append(items[0](*items[1]))
             case "BUILD":
@@ -296,7 +283,7 @@ EXPECT = {
 }
 
 
-def _all_equal(what, found, expected, where):
+def _check_equal(what, found, expected, where):
     "Refuse content that differs from the published dataset."
     if found != expected:
         expected, found = (textwrap.shorten(str(v), 60, placeholder="...") for v in (expected, found))
@@ -305,14 +292,14 @@ def _all_equal(what, found, expected, where):
         )
 
 
-def _counts(what, counts, expected, where):
+def _check_counts(what, counts, expected, where):
     "Refuse a class with another number of images."
     for name, n in counts.items():
-        _all_equal(f"the number of {what} of class {name}", n, expected, where)
+        _check_equal(f"the number of {what} of class {name}", n, expected, where)
 
 
-def _tail(counts, share):
-    "0 / 1 for each image: of each class, the last `share` of them are test images."
+def _last_are_test(counts, share):
+    "(N,) 0 or 1 for each image: of each class, the last `share` are test images."
     return np.concatenate([np.arange(n) >= n - int(n * share) for n in counts]).astype(np.uint8)
 
 # %% ../../nbs/04_sources.ipynb #4b560729
@@ -327,6 +314,8 @@ def import_torchvision():
         if "torchvision::nms" not in str(e):
             raise
     if not _DECLARED:
+        import torch
+
         _DECLARED.append(torch.library.Library("torchvision", "DEF"))
         for op in ("nms", "qnms"):
             _DECLARED[0].define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -379,12 +368,11 @@ def fetch(url, path, md5):
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(30)  # torchvision sets none and would wait for ever
     try:
-        with atomic_dir(path.parent / f".{path.name}.ready") as tmp:
-            download_url(url, str(tmp), path.name, md5)
-        os.replace(path.parent / f".{path.name}.ready" / path.name, path)
+        with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=path.parent) as folder:
+            download_url(url, folder, path.name, md5)
+            os.replace(Path(folder) / path.name, path)
     finally:
         socket.setdefaulttimeout(before)
-        shutil.rmtree(path.parent / f".{path.name}.ready", ignore_errors=True)
 
 # %% ../../nbs/04_sources.ipynb #42e64fba
 FORMS = {
@@ -403,7 +391,7 @@ FORMS = {
 FORMS["cifar-fs"] = FORMS["cifar100"]
 
 # %% ../../nbs/04_sources.ipynb #3c5e2950
-def _there(root, pattern):
+def _existing(root, pattern):
     "The path that `X[.ext]` stands for: X.ext, else X, else None."
     stem, _, ext = pattern.rstrip("]").partition("[")
     return next((root / p for p in (stem + ext, stem) if (root / p).exists()), None)
@@ -415,7 +403,7 @@ def find_source(
 ) -> tuple | None:
     "(form, paths) of the first form that is complete, else None."
     for form, files in FORMS[name].items():
-        paths = [_there(data_root(root), f) for f in files]
+        paths = [_existing(data_root(root), f) for f in files]
         if all(paths):
             return form, paths
 
@@ -433,7 +421,7 @@ def _characters(files, where):
 def _drawing(where, read, side):
     with file_errors(where):
         im = decode(read(), where, "L")
-    _all_equal("the size of a drawing", im.size, (side, side), where)
+    _check_equal("the size of a drawing", im.size, (side, side), where)
     return np.asarray(im.resize((28, 28), _LANCZOS))[..., None]
 
 # %% ../../nbs/04_sources.ipynb #44d6fef2
@@ -443,10 +431,10 @@ def _read_omniglot(root, form, paths, stack) -> dict:
     characters = {}
     for path in paths:
         found = _characters(stack.enter_context(open_files(path)), path)
-        _all_equal("the number of characters", len(found), want[path.name.removesuffix(".zip")], path)
-        _counts("drawings", {name: len(drawings) for name, drawings in found.items()}, want["each"], path)
+        _check_equal("the number of characters", len(found), want[path.name.removesuffix(".zip")], path)
+        _check_counts("drawings", {name: len(drawings) for name, drawings in found.items()}, want["each"], path)
         characters |= found
-    _all_equal("the key of the class names", content_key(list(characters)), want["names"], paths[0].parent)
+    _check_equal("the key of the class names", content_key(list(characters)), want["names"], paths[0].parent)
     n = len(characters)
     test = want["images_background"]  # the first class of each split
     val = test - want["val"]
@@ -454,7 +442,7 @@ def _read_omniglot(root, form, paths, stack) -> dict:
         images=(np.stack([_drawing(*d, want["side"]) for d in drawings]) for drawings in characters.values()),
         class_names=list(characters),
         labels=np.repeat(np.arange(n), want["each"]),
-        split=_tail([want["each"]] * n, 1 / 4),
+        split=_last_are_test([want["each"]] * n, 1 / 4),
         image_split="of each class the last 5 of 20 drawings are test images",
         splits=dict(train=range(val), val=range(val, test), test=range(test, n)),
         checksum=_checksums("omniglot", root, paths),
@@ -469,9 +457,9 @@ def _cifar_part(files, part, names, where):
         d = read_pickle(files[part](), where)
         data = np.asarray(d["data"])
         labels = np.asarray(d["fine_labels"], np.int64)
-    _all_equal("the shape of the data", (data.dtype.name, *data.shape), ("uint8", len(names) * each, 3072), where)
-    _all_equal("the number of labels", len(labels), len(data), where)
-    _counts(f"{part} images", {name: int((labels == i).sum()) for i, name in enumerate(names)}, each, where)
+    _check_equal("the shape of the data", (data.dtype.name, *data.shape), ("uint8", len(names) * each, 3072), where)
+    _check_equal("the number of labels", len(labels), len(data), where)
+    _check_counts(f"{part} images", {name: int((labels == i).sum()) for i, name in enumerate(names)}, each, where)
     return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 # %% ../../nbs/04_sources.ipynb #d0dce46d
@@ -484,7 +472,7 @@ def _read_cifar100(root, form, paths, stack) -> dict:
             raise AimError(f"{path} lacks the file {part!r}; get the CIFAR-100 python archive again.")
     with file_errors(f"{path}: meta"):
         names = [str(n) for n in read_pickle(files["meta"](), f"{path}: meta")["fine_label_names"]]
-    _all_equal("the class names", names, sorted(sum(class_split("cifar-fs").values(), [])), path)
+    _check_equal("the class names", names, sorted(sum(class_split("cifar-fs").values(), [])), path)
     train, train_labels = _cifar_part(files, "train", names, path)
     test, test_labels = _cifar_part(files, "test", names, path)
     images = np.concatenate([train, test])
@@ -502,6 +490,10 @@ def _read_cifar100(root, form, paths, stack) -> dict:
     )
 
 # %% ../../nbs/04_sources.ipynb #ec0f89ab
+def _check_classes(found, part, where):
+    _check_equal(f"the {part} classes", sorted(found), sorted(class_split("mini-imagenet")[part]), where)
+
+
 def _mini_cache(path, part):
     "Class name -> (all images of the part, its rows), from `image_data` and `class_dict`."
     d = read_pickle(_read_file(path), path)
@@ -532,10 +524,6 @@ def _mini_files(path, part):
             classes.setdefault(row["label"], []).append(path.with_name("images") / file)
     return classes
 
-
-def _check_classes(found, part, where):
-    _all_equal(f"the {part} classes", sorted(found), sorted(class_split("mini-imagenet")[part]), where)
-
 # %% ../../nbs/04_sources.ipynb #a9402835
 def _mini_images(source, side, where):
     "(600, 84, 84, 3) uint8: the images of one class, from files or from rows of an array."
@@ -545,29 +533,29 @@ def _mini_images(source, side, where):
     images, rows = source
     with file_errors(where):
         kind = (images.dtype.name, *images.shape[1:])
-    _all_equal("the type and shape of the images", kind, ("uint8", side, side, 3), where)
+    _check_equal("the type and shape of the images", kind, ("uint8", side, side, 3), where)
     with file_errors(where):
         return images[np.asarray(rows, np.int64)]
 
 
 def _read_mini_imagenet(root, form, paths, stack) -> dict:
     "mini-ImageNet from any of the three forms."
-    readers = dict(zip(FORMS["mini-imagenet"], (_mini_cache, _mini_category, _mini_files)))
+    read = dict(zip(FORMS["mini-imagenet"], (_mini_cache, _mini_category, _mini_files)))[form]
     want = EXPECT["mini-imagenet"]
     where = paths[0].parent
     classes = {}
     for part, path in zip(PARTS, paths[-3:]):
         with file_errors(path):
-            found = readers[form](path, part)
+            found = read(path, part)
             _check_classes(found, part, where)
             counts = {name: len(source if isinstance(source, list) else source[1]) for name, source in found.items()}
-        _counts("images", counts, want["each"], where)
+        _check_counts("images", counts, want["each"], where)
         classes |= found
     names = sorted(classes)
     return dict(
         images=(_mini_images(classes[c], want["side"], where) for c in names),
         labels=np.repeat(np.arange(len(names)), want["each"]),
-        split=_tail([want["each"]] * len(names), 1 / 10),
+        split=_last_are_test([want["each"]] * len(names), 1 / 10),
         class_names=names,
         splits={part: [names.index(c) for c in cs] for part, cs in class_split("mini-imagenet").items()},
         image_split="of each class the last 60 of 600 images are test images",
@@ -582,6 +570,12 @@ def _is_picture(file):
     return file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
 
 
+def _check_inside(place, path):
+    "Refuse a link that leads out of the folder `path`."
+    if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
+        raise AimError(f"{place} is a link out of {path}: refused; copy the pictures into the folder.")
+
+
 def folder_pictures(
     name,  # folder:PATH or folder:PATH@SIZE
 ) -> tuple:
@@ -593,26 +587,21 @@ def folder_pictures(
     side = int(m[2] or 84)
     if not 8 <= side <= 512:
         raise AimError(f"folder images of {side} pixels are not supported; choose 8 to 512, such as folder:PATH@84.")
-
-    def check_inside(place):
-        if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
-            raise AimError(f"{place} is a link out of {path}: refused; copy the pictures into the folder.")
-
     classes = {}
     with disk_errors(path):
         for part in PARTS:
             if not (path / part).is_dir():
                 raise AimError(f"{path} has no folder {part!r}; it needs train/CLASS/, val/CLASS/ and test/CLASS/.")
             for folder in sorted(p for p in (path / part).iterdir() if p.is_dir()):
-                check_inside(folder)
+                _check_inside(folder, path)
                 files = sorted(filter(_is_picture, folder.iterdir()))
                 for file in files:
                     if file.is_symlink():
-                        check_inside(file)
-                    _check_file(file, BIG["file"])
+                        _check_inside(file, path)
+                    check_file(file, BIG["file"])
                 if files:
                     classes[part, folder.name] = files
-            if part not in [p for p, _ in classes]:
+            if not any(split == part for split, _ in classes):
                 raise AimError(f"{path / part} holds no pictures; put them into {part}/CLASS/ as .png or .jpg.")
     return path, side, classes
 
@@ -624,18 +613,18 @@ def _square(file, side):
 def read_folder(name) -> dict:
     "Anyone's own images."
     path, side, files = folder_pictures(name)
-    keys = sorted(files, key=lambda key: key[::-1])  # by class
-    names = [name for _, name in keys]
-    for before, name in zip(names, names[1:]):
-        if name == before:
+    classes = {}  # name -> (split, files)
+    for (part, name), pictures in sorted(files.items(), key=lambda item: item[0][1]):
+        if name in classes:
             raise AimError(f"{path}: class {name!r} stands in two of train/ val/ test/; classes must be disjoint.")
-    counts = [len(files[key]) for key in keys]
+        classes[name] = part, pictures
+    counts = [len(pictures) for _, pictures in classes.values()]
     return dict(
-        images=(np.stack([_square(f, side) for f in files[key]]) for key in keys),
-        labels=np.repeat(np.arange(len(keys)), counts),
-        split=_tail(counts, 1 / 4),
-        class_names=names,
-        splits={part: [i for i, key in enumerate(keys) if key[0] == part] for part in PARTS},
+        images=(np.stack([_square(f, side) for f in pictures]) for _, pictures in classes.values()),
+        labels=np.repeat(np.arange(len(classes)), counts),
+        split=_last_are_test(counts, 1 / 4),
+        class_names=list(classes),
+        splits={part: [i for i, (own, _) in enumerate(classes.values()) if own == part] for part in PARTS},
         image_split="of each class the last quarter are test images",
         checksum="Own images.",
         source=f"pictures below {path}",

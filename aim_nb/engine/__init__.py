@@ -1,0 +1,1 @@
+"""What runs an experiment: records, checkpoints, the training loop, trainers, tests, sweeps."""

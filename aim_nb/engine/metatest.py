@@ -171,7 +171,8 @@ class FeatureCache:
     def take(self, rows):
         "The vectors of rows (...), as (..., d)."
         rows = np.asarray(rows)
-        self.need(rows)
+        if (self.at[rows] < 0).any():
+            self.need(rows)
         return self.vectors[torch.as_tensor(self.at[rows])]
 
 

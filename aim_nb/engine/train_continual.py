@@ -6,7 +6,6 @@
 from __future__ import annotations
 import warnings
 from dataclasses import replace
-from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,10 +14,10 @@ from ..anml import ANML
 from ..backbones import check_precision
 from ..config import CONTINUAL_METHODS, PRESETS, SWITCHES, Budget, Protocol, preset, preset_size
 from ..config import budget as named_budget
-from ..core import AimError, check_choice, content_key, key_seed, pick_device, runs_dir, torch_rng
+from ..core import AimError, check_choice, content_key, key_seed, pick_device, torch_rng
 from ..data.banks import open_bank
 from ..data.tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
-from .checkpoints import load_tensors, run_checkpoints, save_tensors
+from .checkpoints import log_path, read_log, run_checkpoints, save_tensors, stack_log
 from aim_nb.engine.loop import (
     load_best,
     load_module,
@@ -48,9 +47,9 @@ from ..paper import comparability
 
 # %% auto #0
 __all__ = ['METATEST', 'MILESTONES', 'LEARNS', 'relevant', 'nearest_preset', 'make_continual', 'meta_train_rows',
-           'ContinualTrainee', 'died_at', 'continual_identity', 'training_checkpoints', 'continual_budget', 'log_path',
-           'read_log', 'save_log', 'train_continual', 'size_metrics', 'run_continual', 'saved_weights',
-           'load_continual', 'describe_continual', 'read_continual']
+           'ContinualTrainee', 'died_at', 'continual_identity', 'training_checkpoints', 'continual_budget', 'save_log',
+           'train_continual', 'size_metrics', 'run_continual', 'saved_weights', 'load_continual', 'describe_continual',
+           'read_continual']
 
 # %% ../../nbs/65_train_continual.ipynb #0830afb7
 _TRAIN = dict(
@@ -348,27 +347,14 @@ def continual_budget(
     return replace(budget if isinstance(budget, Budget) else named_budget(budget, "continual", dataset, steps), **asked)
 
 # %% ../../nbs/65_train_continual.ipynb #4ec8d67c
-def log_path(record) -> Path:
-    "Where the log of mechanism use of a record's run is."
-    return runs_dir() / "logs" / f"continual-{record['key']}.safetensors"
-
-
-def read_log(record) -> tuple:
-    "Mechanism use over meta-training (step, score, mask of validation classes) and at the end on test classes (test_score, test_mask); a dict with the class names."
-    return load_tensors(log_path(record))
-
-
 def save_log(record, trainee):
     "Write that log, for a network with AIM."
     bank = trainee.bank
     budget = trainee.budget
     final = mechanism_use(trainee.net, bank, trainee.norm, "test", classes=budget.classes, device=trainee.device)
     steps = {0, *(row["step"] for row in record["history"])}  # a shorter run in this folder may have looked elsewhere
-    steps = sorted(steps & {int(name.split(".")[1]) for name in trainee.log})
-    log = {"step": torch.tensor(steps)}
-    for part in ("score", "mask"):
-        log[part] = torch.stack([trainee.log[f"log.{n:07d}.{part}"] for n in steps])
-        log[f"test_{part}"] = final[part]
+    log = stack_log({name: t for name, t in trainee.log.items() if int(name.split(".")[1]) in steps})
+    log |= {f"test_{part}": use for part, use in final.items()}
     names = {split: [bank.class_names[c] for c in bank.classes(split)] for split in ("val", "test")}
     meta = dict(record=record["key"], classes=names["val"], test_classes=names["test"][: len(final["mask"])])
     save_tensors(log_path(record), log, meta | dict(of="slow weights, before meta-test"))

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from ..aim import AIM, Identity, check_sizes, check_soft, count_parameters, linear_twin, random_masks
 from ..data.banks import open_bank
-from .checkpoints import run_checkpoints, save_tensors
+from .checkpoints import log_path, read_log, run_checkpoints, save_tensors, stack_log
 from ..core import AimError, check_choice, content_key, key_seed, pick_device, threads, torch_rng
 from ..config import Budget, FEWSHOT_METHODS, Protocol
 from ..config import budget as named_budget
 from .evaluate import evaluate, pack_hits
 from ..kernels.episodes import fast_training_step
-from .loop import load_best, load_module, log_path, module_tensors, read_log, read_uses, run_loop, wants_fresh
-from ..paper import hyper
+from .loop import load_best, load_module, module_tensors, run_loop, wants_fresh
+from ..paper import hyperparameters as hyper
 from .pretrain import feature_bank, features_from_arrays, pretrained_backbone
 from .records import find_record, new_record, save_record
 from ..sib import SIBHead, class_labels
@@ -298,7 +298,8 @@ class FewshotResult(NamedTuple):
 
 def score_last_and_best(trainee, history, checkpoints, episodes, decision=None) -> dict:
     "Test the last and the best weights; leaves the best ones in place."
-    last, best = trainee.score("test", episodes, decision), None
+    last = trainee.score("test", episodes, decision)
+    best = None
     if history.best_step != history.last["step"]:
         if checkpoints:
             load_best(trainee, history, checkpoints)
@@ -372,7 +373,7 @@ def train_fewshot(
     with threads(1 if features.n_views("train") and method != "sib+linear" else 0):
         history = run_loop(trainee, b.steps, b.val_every, checkpoints, save_every, callbacks, desc, fresh=fresh)
     sizes = model_metrics(trainee)
-    log = read_uses(trainee.log) | {"used": trainee.used.cpu()}
+    log = stack_log(trainee.log) | {"used": trainee.used.cpu()}
     episodes = fixed_episodes(features, "test", b.test_episodes, n_way, n_shot, n_query)
     decision = "soft" if protocol.decision == "soft-test" and method == "sib+aim" else None
     metrics = score_last_and_best(trainee, history, checkpoints, episodes, decision)

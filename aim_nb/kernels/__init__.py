@@ -1,0 +1,1 @@
+"""The same numbers as the plain methods, faster. Each kernel is tested against its plain definition."""

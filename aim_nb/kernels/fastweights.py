@@ -228,18 +228,9 @@ def inner_steps(
 
 # %% ../../nbs/51_fastweights.ipynb #3008fa53
 def oml_loss(
-    net,  # OML
-    x,  # (B, ...) images of the meta-batch; the last `n_inner` are the trajectory unless `x_inner` is given
-    y,  # (B,) their labels
-    n_inner=20,  # inner steps
-    x_inner=None,  # other images for the trajectory, and
-    y_inner=None,  # their labels
-    lr=1e-2,  # inner learning rate
-    order="first",
-    generator=None,  # for the stochastic choice of ranks
-    masks=None,  # mask="random": those of the images
+    net, x, y, n_inner=20, x_inner=None, y_inner=None, lr=1e-2, order="first", generator=None, masks=None
 ) -> tuple:
-    "Loss and logits (B, n_out) of the meta-batch after the inner loop."
+    "Loss and logits (B, n_out) of OML's meta-batch after the inner loop; arguments as for `meta_loss`."
     if order != "first":
         return meta_loss(net, x, y, n_inner, x_inner, y_inner, lr, order, generator=generator, masks=masks)
     f = net.features(x)
@@ -304,19 +295,19 @@ class FastP:
 
 
 def anml_loss(
-    net,  # ANML
-    x,  # (B, C, H, W) images of the meta-batch; the last `n_inner` are the trajectory unless `x_inner` is given
-    y,  # (B,) their labels
-    n_inner=20,  # inner steps
-    x_inner=None,  # other images for the trajectory, and
-    y_inner=None,  # their labels
-    lr=1e-2,  # inner learning rate
+    net,
+    x,
+    y,
+    n_inner=20,
+    x_inner=None,
+    y_inner=None,
+    lr=1e-2,
     order="first",
-    fast_set="paper",  # paper: all of P | release: its last normalisation
-    generator=None,  # for the stochastic choice of ranks
-    masks=None,  # mask="random": those of the images
+    fast_set="paper",  # all of P | release: its last normalisation
+    generator=None,
+    masks=None,
 ) -> tuple:
-    "Loss and logits (B, n_out) of the meta-batch after the inner loop."
+    "Loss and logits (B, n_out) of ANML's meta-batch after the inner loop; arguments as for `meta_loss`."
     if order != "first":
         return meta_loss(net, x, y, n_inner, x_inner, y_inner, lr, order, fast_set, generator, masks)
     p = FastP(net.p, fast_set, lr)

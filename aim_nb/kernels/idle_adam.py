@@ -66,10 +66,12 @@ def catch_up(
         return
     rule = list(zip(*gauss_rule(t, s)))
     rows = max(1, 2**16 // p[0].numel())
+    buffers = torch.empty_like(v[:rows]), torch.empty_like(v[:rows])
     for p, m, v in zip(p.split(rows), m.split(rows), v.split(rows)):
-        root = v.sqrt()
+        root, divisor = (buffer[: len(v)] for buffer in buffers)
+        torch.sqrt(v, out=root)
         for x, w in rule:
-            p.addcdiv_(m, root + EPS * x, value=-lr * w)
+            p.addcdiv_(m, torch.add(root, EPS * x, out=divisor), value=-lr * w)
         m.mul_(BETA1**s)
         v.mul_(BETA2**s)
 
@@ -192,8 +194,9 @@ class AdamAIM:
         self.k, self.q, score = self.score(z)
         attended = self.aim.mask == "attended"
         self.active = score.topk(self.aim.K).indices if attended else self.aim.choose(score).nonzero()[:, 0]
+        self.active_list = self.active.tolist()
         self.a = score[self.active]
-        self.products = torch.stack([z @ self.mechanism(m) for m in self.active.tolist()])
+        self.products = torch.stack([z @ self.mechanism(m) for m in self.active_list])
         self.y = self.a @ self.products
         self.length = None
         if self.aim.gate == "raw":
@@ -218,7 +221,7 @@ class AdamAIM:
 
         dz = values["aim.W_K"] @ dk[0]
         back = []
-        for buffer, m, a in zip(self.buffers, self.active.tolist(), self.a):
+        for buffer, m, a in zip(self.buffers, self.active_list, self.a):
             torch.outer(self.z * a, g, out=buffer)
             gradients[f"W_M.{m}"] = buffer
             back.append(values[f"W_M.{m}"] @ g)
@@ -227,12 +230,12 @@ class AdamAIM:
     @property
     def names(self):
         "The tensors that the last call used."
-        return [f"aim.{name}" for name in self.dense] + [f"W_M.{m}" for m in self.active.tolist()]
+        return [f"aim.{name}" for name in self.dense] + [f"W_M.{m}" for m in self.active_list]
 
     def moved(self):
         "Adam has moved them."
         self.t += 1
-        self.last_step.update(dict.fromkeys(self.active.tolist(), self.t))
+        self.last_step.update(dict.fromkeys(self.active_list, self.t))
 
     def batch(self, z):
         "Outputs for many rows (B, D), nothing moved."

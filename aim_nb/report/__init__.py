@@ -1,0 +1,1 @@
+"""What reads records: tables, claims, figures."""
