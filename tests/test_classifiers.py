@@ -113,6 +113,15 @@ def test_training_on_a_memory_map_or_one_view_is_training_on_the_array(tmp_path)
     assert all(torch.equal(t, again.model.tensors()[k]) for k, t in fewshot().model.tensors().items())
 
 
+def test_several_views_of_each_item_take_part():
+    (X, y), val, _ = world()
+    other = X[:, ::-1]
+    views = FewShotClassifier.meta_train(np.stack([X, X, X], 1), y, *val, **FEWSHOT).model.tensors()
+    mixed = FewShotClassifier.meta_train(np.stack([X, other], 1), y, *val, **FEWSHOT).model.tensors()
+    assert all(torch.equal(t, views[k]) for k, t in fewshot().model.tensors().items())
+    assert not torch.equal(mixed["layer.W_M"], views["layer.W_M"])
+
+
 def test_the_seed_decides_and_nothing_else_does():
     train, val, _ = world()
     np.random.seed(1)
