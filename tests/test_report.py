@@ -217,10 +217,7 @@ def test_coverage_counts_cells():
     )  # K = 8, l = 2 stands in tab:sto_count, too
     assert totals([fewshot(name="quick")]) == (0, 0, 1, 318)
     assert totals([fewshot(seed=seed) for seed in range(3)]) == (1, 1, 0, 318)
-    assert (
-        totals([fewshot("sib+aim", sizes=(8, 0))]) == (3, 3, 0, 316)
-        or totals([fewshot("sib+aim", sizes=(8, 0))])[0] == 3
-    )
+    assert totals([fewshot("sib+aim", sizes=(8, 0))])[0] == 3  # in three tables
 
 
 def test_the_longest_training_speaks_for_a_cell():
@@ -248,10 +245,7 @@ def test_differences_are_taken_by_test_episode():
     hard = rng.integers(30, 70, 200)
     plain, aim = with_hits(fewshot(), hard), with_hits(fewshot("sib+aim"), hard + rng.integers(0, 3, 200))
     row = compare.gains([plain, aim]).iloc[0]
-    expected = 1.96 * np.std(
-        (np.array(hard) - hard - rng.integers(0, 1)) + 0, ddof=1
-    )  # no noise of the episodes is left
-    assert expected == 0 and 0 < row.interval < 0.2 < plain["metrics"]["ci95"]
+    assert 0 < row.interval < 0.2 < plain["metrics"]["ci95"]
     without = [r | dict(metrics={k: v for k, v in r["metrics"].items() if k != "hits"}) for r in (plain, aim)]
     assert compare.gains(without).iloc[0].interval == pytest.approx(
         np.hypot(plain["metrics"]["ci95"], aim["metrics"]["ci95"])
@@ -410,7 +404,7 @@ def test_the_report_is_plain_short_and_complete():
     text = tables.report_text([fewshot(), fewshot("sib+aim"), use()])
     assert all(c["id"] in text for c in claims()) and all(f"tab:{t}" in text for t in compare.TABLE_NAMES)
     assert "319 cells: 3 run at the paper's length, 3 of these within or above; 0 shorter training, 316 not run" in text
-    assert text.isascii() or "\x1b" not in text
+    assert "\x1b" not in text
     assert "nan" not in text.lower().split() and len(text.splitlines()) < 40
     assert "3 records" in text and "1 record;" in tables.report_text([fewshot()])
     whole = tables.report_text([fewshot(), fewshot("sib+aim"), use()], show_all=True)
