@@ -687,24 +687,6 @@ def test_pickle_tricks(tmp_path):
         read_pickle(pickle.dumps({"a": np.zeros(3)}).replace(b"f8", b"O8"), "x")
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_mangled_pickles_never_escape(seed):
-    "Random damage gives an `AimError` or data, never anything else."
-    rng = numpy_rng("mangle", seed)
-    data = bytearray(
-        pickle.dumps(
-            {"data": np.arange(40, dtype=np.uint8).reshape(10, 4), "labels": list(range(10)), "names": ["a", b"b"]},
-            seed % 6,
-        )
-    )
-    for _ in range(1 + seed % 5):
-        data[rng.integers(len(data))] = rng.integers(256)
-    try:
-        assert isinstance(read_pickle(bytes(data), "x.pkl"), dict)
-    except AimError as e:
-        assert "x.pkl" in str(e)
-
-
 def test_plain_pickles_of_every_protocol():
     d = {
         "u": np.arange(6, dtype=np.uint8).reshape(2, 3),
@@ -1110,19 +1092,11 @@ def test_import_torchvision_in_a_fresh_process():
 
 
 def test_import_torchvision_declares_only_for_the_known_failure(monkeypatch):
-    asked = []
-
-    def fail(name):
-        asked.append(name)
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(sources.importlib, "import_module", fail)
+    monkeypatch.setattr(sources.importlib, "import_module", Mock(side_effect=RuntimeError("something else")))
     monkeypatch.setattr(sources, "_DECLARED", [])
     with pytest.raises(RuntimeError, match="something else"):
         sources.import_torchvision()
-    assert asked == ["torchvision"] and not sources._DECLARED
-    monkeypatch.setattr(sources.importlib, "import_module", lambda name: "torchvision itself")
-    assert sources.import_torchvision() == "torchvision itself" and not sources._DECLARED
+    assert not sources._DECLARED
 
 
 # ---- the real thing, where it is

@@ -7,8 +7,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
-import importlib
-import os
 import re
 import shutil
 import sys
@@ -101,7 +99,9 @@ def _usable(name, dir):
 def _parts(name, root, stack):
     "Everything `write_bank` needs to know of the dataset; its files are downloaded where they are absent."
     if name == "glyphs":
-        return importlib.import_module("aim_nb.data.glyphs").build_glyphs()
+        from aim_nb.data.glyphs import build_glyphs
+
+        return build_glyphs()
     if name.startswith("folder:"):
         return read_folder(name)
     images = _IMAGES_OF.get(name, name)

@@ -347,9 +347,9 @@ def _checksums(name, root, paths):
             bad.append(file.name)
     if not bad:
         return "The files have the official checksums."
-    said = f"he checksum of {', '.join(bad)} is not the official one"
-    warnings.warn(f"{name}: t{said}; counts, shapes and class names are right, so it is accepted.", stacklevel=5)
-    return f"T{said}; accepted by content."
+    said = f"checksum of {', '.join(bad)} is not the official one"
+    warnings.warn(f"{name}: the {said}; counts, shapes and class names are right, so it is accepted.", stacklevel=5)
+    return f"The {said}; accepted by content."
 
 # %% ../../nbs/04_sources.ipynb #64d1fd36
 def fetch(
@@ -432,7 +432,6 @@ def _read_omniglot(root, form, paths, stack) -> dict:
         class_names=list(characters),
         labels=np.repeat(np.arange(n), want["each"]),
         split=_last_are_test([want["each"]] * n, 1 / 4),
-        image_split="of each class the last 5 of 20 drawings are test images",
         splits=dict(train=range(val), val=range(val, test), test=range(test, n)),
         checksum=_checksums("omniglot", root, paths),
     )
@@ -473,7 +472,6 @@ def _read_cifar100(root, form, paths, stack) -> dict:
         split=split[rows],
         class_names=names,
         splits=dict(train=range(60), val=range(60, 70), test=range(70, 100)),
-        image_split="official",
         checksum=_checksums("cifar100", root, paths),
     )
 
@@ -482,6 +480,7 @@ def _mini_part(form, path, part) -> dict:
     "Class name -> its picture files, or all images of the part and the rows of the class."
     published = sorted(class_split("mini-imagenet")[part])
     classes = {}
+    d = {} if path.suffix == ".csv" else read_pickle(_read_file(path), path)
     if form == "images and csv files":
         with open(path, newline="", encoding="utf-8") as f:
             for row in csv.DictReader(f):
@@ -490,10 +489,8 @@ def _mini_part(form, path, part) -> dict:
                     raise AimError(f"{path} names {file!r}, outside the image folder: refused.")
                 classes.setdefault(row["label"], []).append(path.with_name("images") / file)
     elif form == "cache pickles":
-        d = read_pickle(_read_file(path), path)
         classes = {str(name): (d["image_data"], rows) for name, rows in d["class_dict"].items()}
     else:
-        d = read_pickle(_read_file(path), path)
         labels = np.asarray(d["labels"], np.int64)
         values, counts = np.unique(labels, return_counts=True)
         rows = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
@@ -538,7 +535,6 @@ def _read_mini_imagenet(root, form, paths, stack) -> dict:
         split=_last_are_test([want["each"]] * len(names), 1 / 10),
         class_names=names,
         splits={part: [names.index(c) for c in cs] for part, cs in class_split("mini-imagenet").items()},
-        image_split="of each class the last 60 of 600 images are test images",
         checksum="There is no official checksum; accepted by its content.",
     )
 
@@ -593,7 +589,6 @@ def read_folder(name) -> dict:
         split=_last_are_test(counts, 1 / 4),
         class_names=list(classes),
         splits={part: [i for i, (own, _) in enumerate(classes.values()) if own == part] for part in PARTS},
-        image_split="of each class the last quarter are test images",
         checksum="Own images.",
         source=f"pictures below {path}",
     )
