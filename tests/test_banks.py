@@ -164,6 +164,9 @@ def mini_toy(root, form, monkeypatch, each=10, side=6):
     return root
 
 
+FLOATS = b"Pf 4 4 -1\n" + np.ones(16, "<f4").tobytes()
+
+
 @pytest.fixture
 def pictures(tmp_path):
     "Somebody's own pictures."
@@ -197,11 +200,8 @@ def refused(root, *what, call=None, name="omniglot"):
 def test_omniglot_zips_and_folders_agree(omniglot):
     with pytest.warns(UserWarning, match="not the official one"):
         a = open_bank("omniglot", omniglot)
-    assert (
-        a.shape == (28, 28, 1)
-        and len(a.labels) == 32
-        and a.class_names[:2] == ["Alphabet0/character01", "Alphabet1/character02"]
-    )
+    assert a.shape == (28, 28, 1) and len(a.labels) == 32
+    assert a.class_names[:2] == ["Alphabet0/character01", "Alphabet1/character02"]
     assert a.splits == dict(train=[0, 1, 2], val=[3, 4], test=[5, 6, 7]) and a.class_names[-1].startswith("Alphabet7/")
     assert a.images.max() == 255 and a.images.min() == 0 and a.images[0].mean() > 200  # ink on paper
     page = np.full((105, 105), 255, np.uint8)
@@ -331,6 +331,7 @@ def test_own_pictures(pictures):
             lambda own: (own / "train" / "a" / "0.png").write_bytes((own / "train" / "a" / "1.png").read_bytes()[:300]),
             ["0.png is damaged"],
         ),
+        (lambda own: (own / "train" / "a" / "0.ppm").write_bytes(FLOATS), ["floating-point"]),
     ],
 )
 def test_bad_own_pictures(pictures, spoil, words):
@@ -347,9 +348,11 @@ def test_a_bank_of_any_path_has_a_short_and_safe_name(pictures):
         (pictures / path).rename(pictures / "own")
 
 
-@pytest.mark.parametrize("path", ["x" * 300, "~nosuchuser/own", "a\0b", "x@" + "9" * 5000])
+@pytest.mark.parametrize("path", ["", "\n", "x" * 300, "~nosuchuser/own", "a\0b", "x@" + "9" * 5000])
 def test_a_path_that_cannot_be_is_one_sentence(tmp_path, path):
-    refused(tmp_path, name=f"folder:{path}")
+    for use in (prepare_bank, open_bank, check_bank, bank_dir):
+        said = refused(tmp_path, call=partial(use, f"folder:{path}", tmp_path))
+        assert path.strip() or "write folder:PATH" in said
 
 
 @pytest.mark.parametrize("form", ["png", "pgm"])
@@ -361,12 +364,6 @@ def test_grey_pictures_of_16_bits_are_scaled(pictures, form):
         file.with_suffix(f".{form}").write_bytes(data)
     bank = open_bank(f"folder:{pictures}/own@16", pictures)
     assert abs(bank.images / 255 - ramp[..., None] / 65535).max() < 1 / 255
-
-
-def test_pictures_of_floats_are_refused(pictures):
-    data = b"Pf 4 4 -1\n" + np.ones(16, "<f4").tobytes()
-    (pictures / "own" / "train" / "a" / "0.ppm").write_bytes(data)
-    refused(pictures, "floating-point", name=f"folder:{pictures}/own")
 
 
 @pytest.mark.parametrize(
@@ -386,14 +383,6 @@ def test_links_out_pipes_and_devices_are_refused(pictures, spoil, words):
     spoil(pictures / "own")
     error = str(answer(lambda: open_bank(f"folder:{pictures}/own@16", pictures).sha))
     assert "\n" not in error and all(w in error for w in words)
-
-
-@pytest.mark.parametrize("name", ["folder:", "folder:\n"])
-def test_a_folder_needs_a_path(tmp_path, name):
-    for use in (prepare_bank, open_bank, check_bank, bank_dir):
-        with pytest.raises(AimError, match="write folder:PATH"):
-            use(name, tmp_path / "data")
-    assert not (tmp_path / "data").exists()
 
 
 def test_glyphs_are_found_by_name(tmp_path, monkeypatch):
@@ -520,21 +509,17 @@ def test_wrong_zip_is_refused(omniglot, change, words):
     refused(omniglot, *words)
 
 
-@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.9, 0.999])
-def test_truncated_zip_is_refused(omniglot, keep):
-    z = omniglot / "omniglot-py" / "images_background.zip"
-    data = z.read_bytes()
-    z.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
-    refused(omniglot, "images_background.zip is damaged or incomplete", "get it again")
-
-
-def test_zip_with_flipped_bytes_is_refused(omniglot):
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.9, 0.999, "all but a byte"])
+def test_damaged_zip_is_refused(omniglot, keep):
     z = omniglot / "omniglot-py" / "images_background.zip"
     data = bytearray(z.read_bytes())
-    at = data.index(b"IDAT") + 20 if b"IDAT" in data else 120
-    data[at] ^= 255
-    z.write_bytes(data)
-    refused(omniglot, "damaged")
+    if keep == "all but a byte":
+        data[120] ^= 255
+        z.write_bytes(data)
+        refused(omniglot, "damaged")
+    else:
+        z.write_bytes(data[: int(keep * len(data)) if keep < 1 else keep])
+        refused(omniglot, "images_background.zip is damaged or incomplete", "get it again")
 
 
 def test_zip_bomb_is_refused(omniglot, monkeypatch):

@@ -114,7 +114,6 @@ def draw_meta_batch(
     random=64,  # random images of all classes
     images="same",  # the class's images in the outer batch: same | redrawn | others (that the inner loop did not learn)
     n_classes=1,  # classes in the inner loop
-    stream="train",  # keeps meta-training apart from anything else
 ) -> MetaBatch:
     "The images of outer step number `step`."
     check_choice("images", images, ("same", "redrawn", "others"))
@@ -122,7 +121,7 @@ def draw_meta_batch(
     ends = np.cumsum([len(rows) for rows in class_rows])
     if random > ends[-1]:
         raise AimError(f"{random} random images are needed, but all classes together have {ends[-1]}; ask for fewer.")
-    rng = numpy_rng(int(seed), "meta-batch", stream, int(step))
+    rng = numpy_rng(int(seed), "meta-batch", "train", int(step))
 
     classes = rng.permutation(len(class_rows))[:n_classes]
     shuffled = [rng.permutation(class_rows[c]) for c in classes]
