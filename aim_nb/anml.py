@@ -4,17 +4,14 @@
 
 # %% ../nbs/14_anml.ipynb #4131d563
 from __future__ import annotations
-from typing import NamedTuple
 import torch
 from torch import nn
-from torch.func import functional_call
-import torch.nn.functional as F
-from .backbones import InstanceNorm, cast_convolutions, make_backbone, pool2
+from .backbones import make_backbone
 from .core import check_choice
-from .oml import FastTail, draw_all_ranks, explicit_logits, linear, make_tail
+from .oml import linear, make_tail
 
 # %% auto #0
-__all__ = ['ANML', 'FastBlock', 'Gradients', 'block_back', 'spread', 'FastP', 'FastLastNorm', 'anml_loss', 'gated_steps']
+__all__ = ['ANML']
 
 # %% ../nbs/14_anml.ipynb #71dc3038
 class ANML(nn.Module):
@@ -42,9 +39,11 @@ class ANML(nn.Module):
         self.tail = make_tail(self.p.d_out, n_out, layer, relu=False, generator=generator, **tail)
 
     def modulation(self, x):
+        "The gate (B, d), between 0 and 1."
         return torch.sigmoid(self.gate(self.nm(x)))
 
     def features(self, x):
+        "The input of the tail (B, d)."
         return self.p(x) * self.modulation(x)
 
     def forward(self, x, ranks=None):
@@ -52,218 +51,6 @@ class ANML(nn.Module):
 
     def fast_names(self, fast_set="paper"):
         "Name prefixes of what the inner loop moves."
-        last = f"p.blocks.{len(self.p.blocks) - 1}.norm"
-        return {"paper": ("p", "tail"), "release": (last, "tail")}[
-            check_choice("fast_set", fast_set, ("paper", "release"))
-        ]
-
-# %% ../nbs/14_anml.ipynb #345db691
-_pool_back = torch.ops.aten.max_pool2d_with_indices_backward.default
-
-
-class FastBlock:
-    "One block of P under fast weights, for one image: (H, W, C) -> (h, w, K)."
-
-    def __init__(self, block):
-        w, self.block, self.each = block.conv.weight.detach(), block, isinstance(block.norm, InstanceNorm)
-        self.W = (
-            torch.empty(3, 3, *w.shape[1::-1], dtype=w.dtype, device=w.device)
-            .copy_(w.permute(2, 3, 1, 0))
-            .flatten(0, 2)
-        )  # (9 C, K)
-        self.bias, self.gamma, self.beta = (
-            t.detach().clone() for t in (block.conv.bias, block.norm.weight, block.norm.bias)
-        )
-
-    def named(self) -> dict:
-        "The fast weights by the names and in the shapes of the block's own; they share their memory."
-        return {
-            "conv.weight": self.W.view(3, 3, -1, len(self.bias)).permute(3, 2, 0, 1),
-            "conv.bias": self.bias,
-            "norm.weight": self.gamma,
-            "norm.bias": self.beta,
-        }
-
-    def __call__(self, x):
-        h, w, self.side, eps = x.shape[0] - 2, x.shape[1] - 2, x.shape, self.block.norm.eps
-        self.patches = x.unfold(0, 3, 1).unfold(1, 3, 1).permute(0, 1, 3, 4, 2).reshape(h * w, -1)
-        y = self.patches @ self.W
-        if self.each:
-            y.sub_(y.mean(0))
-            self.inv = y.square().mean(0).add_(eps).rsqrt_()  # the bias cancels
-        else:
-            y.add_(self.bias)
-            self.inv = (1 + eps) ** -0.5
-        self.n = y.mul_(self.inv)
-        out = torch.addcmul(self.beta, self.n, self.gamma).view(1, h, w, -1).permute(0, 3, 1, 2)
-        if self.block.pool:
-            self.whole = out
-            out, self.at = F.max_pool2d(out, 2, return_indices=True)
-        self.out = out.relu()
-        return self.out[0].permute(1, 2, 0)
-
-# %% ../nbs/14_anml.ipynb #6c2154c0
-class Gradients(NamedTuple):
-    "Of a block's parameters, for one image; that of the filters is patches^T y."
-
-    patches: torch.Tensor
-    y: torch.Tensor
-    bias: torch.Tensor
-    gamma: torch.Tensor
-    beta: torch.Tensor
-
-
-def block_back(
-    b: FastBlock,  # after its call
-    d,  # (h, w, K) dL/d its output
-    need=True,  # whether the gradient of its input is wanted
-) -> tuple:
-    "The gradient of the input, or None, and `Gradients`."
-    d = d.permute(2, 0, 1)[None] * (b.out > 0)
-    if b.block.pool:
-        d = _pool_back(
-            d.contiguous(memory_format=torch.channels_last), b.whole, [2, 2], [2, 2], [0, 0], [1, 1], False, b.at
-        )
-    d = d[0].permute(1, 2, 0).reshape(b.n.shape)
-    beta, gamma = d.sum(0), (d * b.n).sum(0)
-    if b.each:
-        d = torch.addcmul(d - beta / len(d), b.n, gamma / -len(d))
-    y = d * (b.gamma * b.inv)
-    return spread(y @ b.W.t(), b.side) if need else None, Gradients(
-        b.patches, y, torch.zeros_like(b.bias) if b.each else y.sum(0), gamma, beta
-    )
-
-
-def spread(patches, side) -> torch.Tensor:
-    "The transpose of cutting patches: each of their nine pixels is added where it came from."
-    x = patches.new_zeros(side)
-    p = patches.view(side[0] - 2, side[1] - 2, 3, 3, -1)
-    for i in range(3):
-        for j in range(3):
-            x[i : i + len(p), j : j + p.shape[1]] += p[:, :, i, j]
-    return x
-
-# %% ../nbs/14_anml.ipynb #d2626d88
-class FastP:
-    "P under fast weights: copies of its parameters, moved by SGD image by image."
-
-    def __init__(self, p, lr):
-        self.p, self.lr, self.blocks = p, lr, [FastBlock(b) for b in p.blocks]
-        self.slow = dict(p.named_parameters())
-        self.fast = {f"blocks.{i}.{k}": v for i, b in enumerate(self.blocks) for k, v in b.named().items()}
-
-    @torch.no_grad()
-    def __call__(self, x):
-        "Features of the images under the current fast weights; after those of a single one `step` may follow."
-        if len(x) > 1:
-            return functional_call(self.p, self.fast, (x,))
-        x = x[0].permute(1, 2, 0)
-        for b in self.blocks:
-            x = b(x)
-        return x.permute(2, 0, 1).reshape(1, -1)
-
-    def back(self, g):
-        "Each block, the last one first, with its `Gradients`, given dL/dfeatures; a block may be moved as soon as it is there."
-        d = g.view(self.blocks[-1].out.shape)[0].permute(1, 2, 0)
-        for i, b in reversed([*enumerate(self.blocks)]):
-            d, grads = block_back(b, d, i > 0)
-            yield b, grads
-
-    @torch.no_grad()
-    def step(self, g):
-        "One SGD step given dL/dfeatures."
-        for b, d in self.back(g):
-            b.W.addmm_(d.patches.t(), d.y, alpha=-self.lr)
-            for v, dv in ((b.bias, d.bias), (b.gamma, d.gamma), (b.beta, d.beta)):
-                v.sub_(dv, alpha=self.lr)
-
-    @torch.no_grad()
-    def grads(self, g) -> list:
-        "The gradients in the order of `fast`, for another optimiser."
-        found = [
-            ((d.patches.t() @ d.y).view(3, 3, -1, len(d.bias)).permute(3, 2, 0, 1), d.bias, d.gamma, d.beta)
-            for _, d in self.back(g)
-        ]
-        return [d for of in reversed(found) for d in of]
-
-    def final(self, x):
-        "Features of a batch at the fast weights, with the gradient going to the slow ones (first order)."
-        at = {k: self.slow[k] + (v - self.slow[k]).detach() for k, v in self.fast.items()}
-        return functional_call(self.p, at, (x,))
-
-# %% ../nbs/14_anml.ipynb #b6c9a8f7
-class FastLastNorm:
-    "P whose last normalisation alone is fast: everything below it is computed once."
-
-    def __init__(self, p, lr):
-        self.p, self.lr, self.last = p, lr, p.blocks[-1]
-        self.slow = dict(self.last.norm.named_parameters())
-        self.fast = {k: v.detach().clone().requires_grad_() for k, v in self.slow.items()}
-
-    def below(self, x):
-        "The input of the last normalisation (B, C, h, w), float32 whatever the precision of the convolutions."
-        with cast_convolutions(x, self.p.precision):
-            u = self.last.conv(self.p.blocks[:-1](x))
-        return u.to(x.dtype)
-
-    def above(self, u, weights):
-        return pool2(functional_call(self.last.norm, weights, (u,)), self.last.pool).flatten(1)
-
-    def __call__(self, u):
-        with torch.enable_grad():
-            self.out = self.above(u, self.fast)
-        return self.out.detach()
-
-    def grads(self, g):
-        return torch.autograd.grad(self.out, list(self.fast.values()), g)
-
-    def step(self, g):
-        with torch.no_grad():
-            for v, d in zip(self.fast.values(), self.grads(g)):
-                v.sub_(d, alpha=self.lr)
-
-    def final(self, u):
-        return self.above(u, {k: self.slow[k] + (v - self.slow[k]).detach() for k, v in self.fast.items()})
-
-# %% ../nbs/14_anml.ipynb #84bea008
-def anml_loss(
-    net: ANML,
-    x,
-    y,  # meta-batch; its last `n_inner` images are the trajectory unless `x_inner` is given
-    n_inner=20,  # inner steps
-    x_inner=None,
-    y_inner=None,
-    lr=1e-2,  # inner learning rate
-    fast_set="paper",  # paper: all of P | release: its last normalisation
-    order="first",  # second order is computed the explicit way
-    generator=None,  # for the stochastic choice of ranks
-    masks=None,  # mask="random": those of the images, see `draw_all_ranks`
-):
-    "The meta-loss. Returns (loss, logits of the meta-batch, logits met in the inner loop; None the explicit way)."
-    xi, yi = (x[-n_inner:], y[-n_inner:]) if x_inner is None else (x_inner, y_inner)
-    ranks, last = draw_all_ranks(net.tail.layer, len(xi), generator, len(x), masks)
-    if order == "second":
-        logits = explicit_logits(net, x, xi, yi, net.fast_names(fast_set), lr, order, ranks, last)
-        return F.cross_entropy(logits, y), logits, None
-    gate = net.modulation(x)
-    gate_in = gate[-n_inner:].detach() if x_inner is None else net.modulation(xi).detach()
-    tail = FastTail(net.tail, lr)
-    p = (FastP if fast_set == "paper" else FastLastNorm)(net.p, lr)
-    if fast_set == "release":
-        x = p.below(x)
-        xi = x[-n_inner:].detach() if x_inner is None else p.below(xi).detach()
-    with torch.no_grad():
-        met = gated_steps(p, tail, xi, gate_in, yi, ranks)
-    logits = tail(p.final(x) * gate, last)
-    return F.cross_entropy(logits, y), logits, met
-
-
-def gated_steps(p, tail, x, gate, labels, ranks=None):
-    "Learn the trajectory image by image, P and tail together; returns the logits met on the way."
-    met = []
-    for t in range(len(x)):
-        logits = tail(p(x[t : t + 1]) * gate[t : t + 1], None if ranks is None else ranks[t])
-        g = logits.softmax(-1) - F.one_hot(labels[t : t + 1], logits.shape[-1]).to(logits.dtype)
-        p.step(tail.step(g) * gate[t : t + 1])
-        met.append(logits)
-    return torch.cat(met)
+        check_choice("fast_set", fast_set, ("paper", "release"))
+        last_norm = f"p.blocks.{len(self.p.blocks) - 1}.norm"
+        return ("p", "tail") if fast_set == "paper" else (last_norm, "tail")

@@ -4,19 +4,34 @@
 
 # %% ../nbs/79_cli.ipynb #20afe68e
 from __future__ import annotations
-import ast, os, re, signal, sys, tempfile, time
-from concurrent.futures import ThreadPoolExecutor
+import inspect, os, re, sys, time
 from pathlib import Path
 from typing import Annotated
 import typer
 from typer.core import TyperCommand, TyperGroup
+from . import __version__
+from .core import LARGE_PAGES, AimError, data_root, did_you_mean, find_clone, how_to_install
+from aim_nb.engine.notebook_runs import (
+    NotebookFailure,
+    check_data,
+    check_values,
+    find_notebook,
+    need_papermill,
+    output_path,
+    parameters_of,
+    plural,
+    read_parameters,
+    run_notebook,
+    save_picture,
+    shorten,
+    spell,
+    summary,
+    task_of,
+)
 
 # %% auto #0
-__all__ = ['app', 'WANTED', 'data', 'Root', 'Name', 'say', 'OneLine', 'about', 'main', 'find_notebook', 'need_papermill',
-           'parameters_of', 'convert', 'chosen', 'task_of', 'check_switches', 'check_values', 'spell', 'shorten',
-           'output_path', 'Kernels', 'interruptible', 'failure', 'execute', 'summary', 'save_picture', 'join_pairs',
-           'Pairs', 'show_plan', 'run', 'start', 'sweep_', 'table', 'list_', 'prepare', 'check', 'filters', 'keep_',
-           'need_report', 'report']
+__all__ = ['app', 'Device', 'data', 'Root', 'Name', 'say', 'OneLine', 'about', 'main', 'join_pairs', 'Pairs', 'plan_notebook',
+           'run', 'start', 'sweep_', 'list_', 'prepare', 'check', 'read_filters', 'keep_', 'need_report', 'report']
 
 # %% ../nbs/79_cli.ipynb #b3d44f1a
 def say(message):
@@ -24,19 +39,31 @@ def say(message):
 
 
 class OneLine(TyperGroup):
-    "A group of commands that turns an `AimError` into one line."
+    "A group of commands that turns what a user can mend into one line."
+
+    def parse_args(self, ctx, args):
+        ctx.obj = list(args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx):
         try:
+            for word in ctx.obj:
+                if not word.isascii() and "\ufffd" in os.fsencode(word).decode(errors="replace"):
+                    raise AimError(f"{word!a} is not UTF-8 text; rename it.")
             return super().invoke(ctx)
         except KeyboardInterrupt:
             say("stopped; run the same command again to resume.")
             raise typer.Exit(130)
-        except ValueError as e:
-            if type(e).__name__ != "AimError":
-                raise  # by name: importing core would import torch
+        except NotebookFailure as e:
+            say(e)
+            raise typer.Exit(1)
+        except AimError as e:
             say(" ".join(str(e).split()))
-            raise typer.Exit(2)
+        except BrokenPipeError:
+            raise  # the reader of a pipe has seen enough
+        except OSError as e:
+            say(f"{str(e.filename or 'the system')[:200]}: {e.strerror or e}.")
+        raise typer.Exit(2)
 
 # %% ../nbs/79_cli.ipynb #8b686cc5
 app = typer.Typer(
@@ -49,8 +76,18 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool):
+    if wanted:
+        typer.echo(f"aim-nb {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def about():
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+):
     "Attentive Independent Mechanisms: run the experiments, look after the data, keep the results."
 
 
@@ -59,324 +96,20 @@ def main():
     app(prog_name="aim-nb")
 
 # %% ../nbs/79_cli.ipynb #4acb0737
-def find_notebook(
-    name,  # a path, or the stem with or without its number
-) -> Path:
-    "The notebook called `name`."
-    from aim_nb.core import AimError, project_root
-
-    if Path(name).suffix == ".ipynb" and Path(name).is_file():
-        return Path(name)
-    known = {p.stem: p for p in sorted((project_root() / "nbs").glob("*.ipynb"))}
-    found = [p for stem, p in known.items() if Path(name).name.removesuffix(".ipynb") in (stem, stem.partition("_")[2])]
-    if len(found) == 1 and Path(name).parent == Path("."):
-        return found[0]
-    runnable = [s for s in known if s[:1] in "23"] or list(known)
-    raise AimError(
-        f"there is no notebook {name!r}; "
-        + (
-            f"experiments here are {', '.join(runnable)}."
-            if known
-            else "run this in a clone of aim_nb, or give a path."
-        )
-    )
-
-# %% ../nbs/79_cli.ipynb #34f387e5
-def need_papermill():
-    "papermill, or what to install."
-    from aim_nb.core import AimError
-
-    try:
-        import papermill
-    except ImportError:
-        raise AimError("running notebooks needs papermill: pip install 'aim_nb[notebooks]'.") from None
-    return papermill
-
-
-def parameters_of(
-    path,  # of a notebook
-) -> dict:
-    "Name -> (default, comment) of a notebook's parameters."
-    from aim_nb.core import AimError
-
-    try:
-        found = need_papermill().inspect_notebook(str(path))
-    except AimError:
-        raise
-    except Exception as e:
-        raise AimError(f"{path} cannot be read as a notebook ({type(e).__name__}).") from e
-    return {name: (_literal(path, name, p["default"]), p["help"]) for name, p in found.items()}
-
-
-def _literal(path, name, text):
-    "The value that a parameter's default spells."
-    from aim_nb.core import AimError
-
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError):
-        raise AimError(
-            f"{path}: the parameter {name} = {text} is no plain value; write it out, such as 0.001 for 10**-3."
-        ) from None
-
-# %% ../nbs/79_cli.ipynb #9dda17e2
-WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
-
-
-def convert(
-    name,  # of the parameter
-    text,  # as typed
-    default,  # whose type is wanted
-):
-    "`text` as a value of the type of `default`."
-    from aim_nb.core import AimError
-
-    kind = type(default)
-    try:
-        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text) if kind in WANTED else text
-    except (KeyError, ValueError):
-        raise AimError(f"-p {name} {text}: {name} should be {WANTED[kind]}, such as {default}.") from None
-
-# %% ../nbs/79_cli.ipynb #7a946a1b
-def chosen(
-    known,  # as `parameters_of` gives them
-    pairs,  # "name=value" texts
-) -> dict:
-    "The parameters that the user set, in their types; an unknown name is refused and the right ones are listed."
-    from aim_nb.core import AimError
-
-    values = {}
-    for pair in pairs:
-        name, eq, text = pair.partition("=")
-        if not eq:
-            raise AimError(f"-p {name} needs a value: -p {name} VALUE.")
-        if name not in known:
-            raise AimError(f"there is no parameter {name!r}; this notebook has {', '.join(known) or 'none'}.")
-        values[name] = convert(name, text, known[name][0])
-    return values
-
-# %% ../nbs/79_cli.ipynb #00603291
-def task_of(stem) -> str:
-    "Notebooks 2x are few-shot, 3x continual, by their number."
-    return "continual" if stem[:1] == "3" else "fewshot"
-
-
-def check_switches(
-    text,  # such as "gate=raw,norm=affine"
-    others,  # names of the notebook's parameters
-):
-    "Refuse switches that are unknown, given twice, or parameters of their own."
-    from aim_nb.core import AimError, words
-    from aim_nb.config import parse_switches
-
-    names = [word.partition("=")[0] for word in words(text)]
-    for name in parse_switches(text):
-        if names.count(name) > 1:
-            raise AimError(f"switches={text!r} sets {name} twice; leave one of them out.")
-        if name in others:
-            raise AimError(f"switches={text!r} sets {name}, which is a parameter of its own: -p {name} VALUE.")
-
-
-def check_values(
-    values,  # parameters
-    task="fewshot",  # which methods and budgets
-):
-    "Refuse a word that no run could understand."
-    from aim_nb.core import check_choice, read_seeds, words
-    from aim_nb.config import CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, PRESETS, SWITCHES, budget
-
-    methods = FEWSHOT_METHODS if task == "fewshot" else CONTINUAL_METHODS
-    lists = {"methods": methods, "method": methods, **SWITCHES}
-    single = {
-        "dataset": (*DATASETS, "folder:PATH"),
-        "preset": PRESETS,
-        "device": ("auto", "cpu", "cuda", "mps"),
-        "masks_of": ("adapted", "slow"),
-    }
-    for name, value in values.items():
-        if name == "budget":
-            budget(value, task)
-        elif name == "switches":
-            check_switches(value, values)
-        elif name == "seeds":
-            read_seeds(value)
-        elif name == "dataset" and re.match("folder:.", str(value)):
-            pass
-        elif name in single:
-            check_choice(name, value, single[name])
-        elif name in lists:
-            for word in words(value) if isinstance(value, str) else [value]:
-                check_choice(name, word, lists[name])
-
-# %% ../nbs/79_cli.ipynb #13263068
-def spell(seconds) -> str:
-    "A time as people say it."
-    for unit, size in ("days", 86400), ("hours", 3600), ("minutes", 60):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def shorten(path) -> str:
-    "A path relative to where the user stands, if it is below."
-    path, here = Path(path).absolute(), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-# %% ../nbs/79_cli.ipynb #b733dc22
-def output_path(
-    path,  # of the notebook
-    values,  # every parameter of the run
-) -> Path:
-    "Where the executed notebook goes."
-    from aim_nb.core import content_key, runs_dir
-
-    return runs_dir() / "notebooks" / f"{path.stem}-{content_key([path.stem, values], 8)}.ipynb"
-
-# %% ../nbs/79_cli.ipynb #20e8fd77
-class Kernels:
-    "The kernels that a run started, so that Ctrl-C can reach them."
-
-    def __init__(self):
-        self.managers, self.places, self.stopping = [], [], False
-
-    def sockets(self) -> dict:
-        "Local sockets in a folder of their own, so that two runs that start at once cannot take the same ones; nothing where the system has none."
-        if os.name != "posix":
-            return {}
-        self.places.append(tempfile.TemporaryDirectory(prefix="aim-nb-", ignore_cleanup_errors=True))
-        return dict(transport="ipc", ip=os.path.join(self.places[-1].name, "kernel"))
-
-    def manager_class(self):
-        "A kernel manager that is remembered here, and needs no network ports where the system has local sockets."
-        from jupyter_client.manager import AsyncKernelManager
-
-        class Remembered(AsyncKernelManager):
-            def __init__(manager, **kw):
-                super().__init__(**self.sockets(), **kw)
-                self.managers.append(manager)
-
-        return Remembered
-
-    def stop(self, sig):
-        "Send a signal to the kernels; no further cell is started."
-        self.stopping = True
-        for pid in [getattr(m.provisioner, "pid", None) for m in self.managers]:
-            if pid:
-                os.kill(pid, sig)
-
-    def before_cell(self, **_):
-        if self.stopping:
-            raise RuntimeError("stopped")
-
-# %% ../nbs/79_cli.ipynb #b1f4470e
-def interruptible(
-    work,  # what to do
-    kernels,  # what it starts
-):
-    "The result of `work()`; Ctrl-C goes to the kernels."
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(work)
-        try:
-            return job.result()
-        except KeyboardInterrupt:
-            kernels.stop(signal.SIGINT)
-        try:
-            job.exception()
-        except KeyboardInterrupt:
-            kernels.stop(signal.SIGKILL)
-    raise KeyboardInterrupt
-
-# %% ../nbs/79_cli.ipynb #dc2aa1f0
-def failure(
-    error,  # from papermill
-    out,  # where the partial notebook is
-):
-    "End the program with one line for a run that failed."
-    from aim_nb.core import AimError
-
-    kind, text = (
-        getattr(error, "ename", type(error).__name__),
-        getattr(error, "evalue", str(error)).strip() or "no message",
-    )
-    say(f"the notebook as far as it came is {shorten(out)}")
-    if kind == "AimError":
-        raise AimError(text)
-    where = f" in cell [{error.exec_count}]" if hasattr(error, "exec_count") else ""
-    say(f"{kind}{where}: {text.splitlines()[0]}")
-    raise typer.Exit(1)
-
-
-def execute(
-    path,  # of the notebook
-    out,  # where it goes when executed
-    values,  # parameters that differ from the defaults
-):
-    "The notebook at `path`, executed by papermill with its stderr live in the terminal."
-    from aim_nb.core import AimError
-
-    papermill, kernels = need_papermill(), Kernels()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return interruptible(
-            lambda: papermill.execute_notebook(
-                str(path),
-                str(out),
-                values,
-                progress_bar=False,
-                stderr_file=sys.stderr,
-                kernel_manager_class=kernels.manager_class(),
-                on_cell_start=kernels.before_cell,
-            ),
-            kernels,
-        )
-    except OSError as e:
-        raise AimError(f"{out} cannot be written ({e.strerror or e}); set AIM_RUNS to a place that can.") from e
-    except Exception as e:
-        failure(e, out)
-
-# %% ../nbs/79_cli.ipynb #681993dc
-def summary(
-    nb,  # an executed notebook
-) -> str:
-    "The text that cells tagged `summary` put out."
-    cells = [c for c in nb.cells if "summary" in c.metadata.get("tags", [])]
-    texts = [
-        o.get("text") or o.get("data", {}).get("text/plain", "")
-        for c in cells
-        for o in c.outputs
-        if o.get("name") != "stderr"
-    ]
-    return "\n".join(t.rstrip() for t in texts if t.strip())
-
-
-def save_picture(
-    nb,  # an executed notebook
-    out,  # its path
-) -> Path | None:
-    "Write the notebook's last picture beside it."
-    from base64 import b64decode
-    from aim_nb.core import atomic_write
-
-    pictures = [o.data["image/png"] for c in nb.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
-    if pictures:
-        atomic_write(out.with_suffix(".png"), b64decode(pictures[-1]))
-    return out.with_suffix(".png") if pictures else None
-
-# %% ../nbs/79_cli.ipynb #3b5db126
 def _is_option(word):
     return word.startswith("--") or word in ("-p", "-o", "-h")
 
 
 def join_pairs(args) -> list:
     "`-p name value` as `-p name=value`."
-    args, out = list(args), []
+    args, joined = list(args), []
     while args:
         word = args.pop(0)
-        out.append(word)
+        joined.append(word)
         if word in ("-p", "--parameter") and args:
             name = args.pop(0)
-            out.append(name if "=" in name or not args or _is_option(args[0]) else f"{name}={args.pop(0)}")
-    return out
+            joined.append(name if "=" in name or not args or _is_option(args[0]) else f"{name}={args.pop(0)}")
+    return joined
 
 
 class Pairs(TyperCommand):
@@ -385,17 +118,21 @@ class Pairs(TyperCommand):
     def parse_args(self, ctx, args):
         return super().parse_args(ctx, join_pairs(args))
 
-# %% ../nbs/79_cli.ipynb #7302c7a8
-def show_plan(known, values, cost, out):
-    "Print what a run would do."
-    for name, (default, comment) in known.items():
-        mark = "*" if name in values else " "
-        typer.echo(f" {mark} {name:14s} {str(values.get(name, default)):24s} {comment}".rstrip())
-    if cost:
-        typer.echo(
-            f"about {spell(cost[0])} on one core and {cost[1] / 1e9:.1f} GB, within a factor of two; finished parts are reused"
-        )
-    typer.echo(f"would write {shorten(out)}")
+# %% ../nbs/79_cli.ipynb #cf5d3482
+def plan_notebook(stem, values) -> list:  # lines
+    "Check every run of an experiment notebook; say what is recorded and how long the rest takes."
+    from aim_nb.core import pick_device
+    from aim_nb.engine import plans
+
+    runs = plans.runs_of(stem, values)
+    for run in runs:
+        pick_device(plans.full(run)["device"])
+        plans.check_images(run)
+    items = plans.survey(runs)
+    return plans.overview(items)[len(items) :]
+
+
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 or mps.")]
 
 
 @app.command(cls=Pairs)
@@ -403,43 +140,49 @@ def run(
     notebook: Annotated[str, typer.Argument(help="A path, or a name such as 20_fewshot or fewshot.")],
     parameter: Annotated[
         list[str], typer.Option("-p", "--parameter", metavar="NAME VALUE", help="Set a parameter; may be repeated.")
-    ] = [],
+    ] = (),
+    device: Device = "",
     output: Annotated[str, typer.Option("-o", "--output", help="Where the executed notebook goes.")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show parameters, time and memory; run nothing.")] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over instead of going on from checkpoints and records.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show parameters, records and time; run nothing.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore checkpoints and records and start over.")] = False,
 ):
     "Run an experiment notebook with papermill, its parameters checked first."
     path = find_notebook(notebook)
     known = parameters_of(path)
-    values, task, ours = chosen(known, parameter), task_of(path.stem), path.stem[:1] in "23"
-    every = {**{k: d for k, (d, _) in known.items()}, **values}
-    check_values(every if ours else values, task)
-    cost = None
-    if ours:
-        from aim_nb.engine.sweep import estimate  # checks every run
-
-        cost = estimate(path.stem, every)
+    values = read_parameters(known, [*parameter, *([f"device={device}"] if device else [])])
+    every = {name: default for name, (default, _) in known.items()} | values
+    is_experiment = path.stem[:1] in "23"
+    check_values(every if is_experiment else values, task_of(path.stem))
+    if not dry_run:
+        need_papermill()
+    lines = []
+    if is_experiment:
+        check_data(every.get("dataset", "glyphs"), every.get("data_root", ""))
+        lines = plan_notebook(path.stem, every)
     out = Path(output) if output else output_path(path, every)
     if not dry_run:
         return start(path, out, values, fresh)
-    show_plan(known, values, cost, out)
+    for name, (default, comment) in known.items():
+        mark = "*" if name in values else " "
+        typer.echo(f" {mark} {name:14s} {str(values.get(name, default)):24s} {comment}".rstrip())
+    for line in (*lines, f"would write {shorten(out)}"):
+        typer.echo(line)
 
-# %% ../nbs/79_cli.ipynb #66a14bdc
+
 def start(path, out, values, fresh=False):
     "Execute a notebook and print what came of it."
-    from aim_nb.core import LARGE_PAGES
-
-    began, stem = time.time(), path.stem
-    settings = " ".join(f"{k}={v}" for k, v in values.items()) or "with its defaults"
-    say(f"running {stem} {settings}")
-    os.environ.update(
-        {"GLIBC_TUNABLES": LARGE_PAGES, **os.environ},
-        AIM_LIVE=str(int(sys.stderr.isatty())),
-        **{"AIM_FRESH": "1"} if fresh else {},
-    )  # the kernel inherits them
-    nb = execute(path, out, values)
+    began = time.time()
+    say(f"running {path.stem} {' '.join(f'{k}={v}' for k, v in values.items()) or 'with its defaults'}")
+    os.environ.setdefault("GLIBC_TUNABLES", LARGE_PAGES)  # the kernel inherits these
+    os.environ["AIM_LIVE"] = str(int(sys.stderr.isatty()))
+    if fresh:
+        os.environ["AIM_FRESH"] = "1"
+    try:
+        nb = run_notebook(path, out, values)
+    except (AimError, NotebookFailure):
+        if out.is_file():
+            say(f"the notebook as far as it came is {shorten(out)}")
+        raise
     picture = save_picture(nb, out)
     if text := summary(nb):
         typer.echo(text)
@@ -460,6 +203,7 @@ def sweep_(
             help="Your own dask scheduler, such as tcp://host:8786 (default: processes on this machine).",
         ),
     ] = "",
+    device: Device = "",
     workers: Annotated[int, typer.Option("--workers", min=0, help="Processes on this machine (0: one a core).")] = 0,
     retries: Annotated[int, typer.Option("--retries", min=0, help="How often a run that failed is tried again.")] = 1,
     dry_run: Annotated[
@@ -467,13 +211,15 @@ def sweep_(
     ] = False,
 ):
     "Make every run of a plan that is not recorded yet, one core each."
-    from aim_nb.engine import sweep as engine
+    from aim_nb.engine import plans, sweep
 
+    overrides = dict(device=device) if device else {}
     if dry_run:
-        return [
-            typer.echo(line) for line in engine.overview(engine.survey(engine.expand(plan)), workers or engine.cores())
-        ]
-    if engine.sweep(plan, scheduler, workers, retries, tell=lambda line: typer.echo(line, err=True)):
+        items = plans.survey(plans.expand(plan, **overrides))
+        for item in items:
+            plans.check_images(item.run)
+        return typer.echo("\n".join(plans.overview(items, workers or sweep.count_cores())))
+    if sweep.sweep(plan, scheduler, workers, retries, lambda line: typer.echo(line, err=True), **overrides):
         raise typer.Exit(1)
 
 # %% ../nbs/79_cli.ipynb #1007f321
@@ -485,24 +231,19 @@ Root = Annotated[
 Name = Annotated[str, typer.Argument(help="omniglot, cifar-fs, cifar100, mini-imagenet, glyphs, or folder:PATH.")]
 
 
-def table(rows):
-    "Print dictionaries as aligned columns."
-    cells = [list(rows[0]), *([str(v or "-") for v in r.values()] for r in rows)]
-    widths = [max(map(len, col)) for col in zip(*cells)]
-    for row in cells:
-        typer.echo("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip())
-
-# %% ../nbs/79_cli.ipynb #289b3b9a
 @data.command("list")
 def list_(root: Root = ""):
     "What is there."
     from aim_nb.data.banks import list_banks
-    from aim_nb.core import data_root
 
     typer.echo(f"datasets under {shorten(data_root(root))}")
-    table([{k: r[k] for k in ("name", "state", "images", "classes", "shape", "mb", "sha")} for r in list_banks(root)])
+    columns = ("name", "state", "images", "classes", "shape", "mb", "sha")
+    rows = [columns, *([str(row[c] or "-") for c in columns] for row in list_banks(root))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
-# %% ../nbs/79_cli.ipynb #2bcfee94
+
 @data.command()
 def prepare(
     name: Name,
@@ -515,9 +256,8 @@ def prepare(
 
     bank = prepare_bank(name, root, force=force, download=download)
     counts = ", ".join(f"{len(bank.classes(s))} {s}" for s in ("train", "val", "test"))
-    typer.echo(
-        f"{name}: {len(bank.labels)} images of {'x'.join(map(str, bank.shape))}, classes {counts}, sha {bank.sha}"
-    )
+    shape = "x".join(map(str, bank.shape))
+    typer.echo(f"{name}: {len(bank.labels)} images of {shape}, classes {counts}, sha {bank.sha}")
 
 
 @data.command()
@@ -525,22 +265,20 @@ def check(name: Name, root: Root = ""):
     "Look a dataset over; status 1 where something is wrong."
     from aim_nb.data.banks import check_bank
 
-    found = check_bank(name, root)
-    for f in found:
-        typer.echo(f"{f['level']:8s} {f['check']:20s} {f['detail']}")
-    if any(f["level"] == "problem" for f in found):
+    findings = check_bank(name, root)
+    for finding in findings:
+        typer.echo(f"{finding['level']:8s} {finding['check']:20s} {finding['detail']}")
+    if any(finding["level"] == "problem" for finding in findings):
         raise typer.Exit(1)
 
-# %% ../nbs/79_cli.ipynb #8f03eaa2
-def filters(pairs) -> dict:
+# %% ../nbs/79_cli.ipynb #2bcfee94
+def read_filters(pairs) -> dict:
     "`field=value` texts as a dictionary; whole numbers become numbers."
-    from aim_nb.core import AimError
-
-    for p in pairs:
-        if "=" not in p:
-            raise AimError(f"{p!r} is not a filter; write field=value, such as dataset=glyphs or seed=0.")
-    split = dict(p.split("=", 1) for p in pairs)
-    return {k: int(v) if re.fullmatch("-?[0-9]{1,18}", v) else v for k, v in split.items()}
+    for pair in pairs:
+        if "=" not in pair:
+            raise AimError(f"{pair!r} is not a filter; write field=value, such as dataset=glyphs or seed=0.")
+    split = dict(pair.split("=", 1) for pair in pairs)
+    return {name: int(v) if re.fullmatch("-?[0-9]{1,18}", v) else v for name, v in split.items()}
 
 
 @app.command("keep")
@@ -550,40 +288,55 @@ def keep_(
         typer.Argument(
             metavar="[FIELD=VALUE]...", help="Which records: dataset=glyphs method=sib+aim budget=quick seed=0 ..."
         ),
-    ] = [],
+    ] = (),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show them.")] = False,
 ):
     "Copy records of runs to the committed results."
-    from aim_nb.core import AimError
-    from aim_nb.engine.records import keep, kept_dir, read_records, record_name, records_dir
+    from aim_nb.engine.records import keep, kept_dir, kept_path, read_records, records_dir
 
-    found = read_records(records_dir(), **filters(where))
+    filters, records = read_filters(where), read_records(records_dir())
+    fields = {name for r in records for part in (r, r["parameters"], r["protocol"], r["budget"]) for name in part}
+    for name in filters:
+        if records and name not in fields:
+            raise AimError(f"no record has a field {name!r}{did_you_mean(name, fields)}.")
+    found = read_records(records_dir(), **filters)
     if not found:
         raise AimError(f"no record under {shorten(records_dir())} fits {' '.join(where) or 'yet'}.")
+    for record in found:
+        verb = "would keep" if dry_run else "kept" if filters else "there is"
+        typer.echo(f"{verb} {shorten(kept_dir() / kept_path(record))}")
+    if not filters:
+        raise AimError(
+            f"say which of the {plural(len(found), 'record')} to keep, such as dataset={found[0]['dataset']}."
+        )
     if not dry_run:
-        keep(**filters(where))
-    for r in found:
-        typer.echo(f"{'would keep' if dry_run else 'kept'} {shorten(kept_dir() / record_name(r))}")
+        keep(**filters)
 
-# %% ../nbs/79_cli.ipynb #90c4bad7
+# %% ../nbs/79_cli.ipynb #b61b74a9
 def need_report():
     "The function behind the report, or what to install."
-    from aim_nb.core import AimError
-
     try:
-        from aim_nb.report.findings import report_text
+        from aim_nb.report.tables import report_text
     except ModuleNotFoundError as e:
         if str(e.name).startswith("aim_nb"):
             raise
-        raise AimError("the report needs pandas and matplotlib: pip install 'aim_nb[notebooks]'.") from None
+        raise AimError(f"the report needs pandas and matplotlib: {how_to_install('notebooks')}.") from None
     return report_text
 
 
 @app.command()
 def report(
     runs: Annotated[bool, typer.Option("--runs", help="Of the runs' records instead of the kept ones.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Every table and claim in full.")] = False,
 ):
     "What is reproduced, what differs, what was not run."
-    from aim_nb.engine.records import read_records, records_dir
+    from aim_nb.engine.records import kept_dir, read_records, records_dir
 
-    typer.echo(need_report()(read_records(records_dir()) if runs else None).rstrip())
+    report_text = need_report()
+    if not runs and find_clone() is None and not kept_dir().is_dir():
+        raise AimError(
+            "there are no kept records here: results/ comes with a clone; --runs reports on runs of your own."
+        )
+    # `show_all` is an argument of the report package to come
+    options = dict(show_all=show_all) if "show_all" in inspect.signature(report_text).parameters else {}
+    typer.echo(report_text(read_records(records_dir()) if runs else None, **options).rstrip())

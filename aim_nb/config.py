@@ -4,78 +4,72 @@
 
 # %% ../nbs/01_config.ipynb #a0c1f004
 from __future__ import annotations
-import difflib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import NamedTuple
-from .core import AimError, check_choice, words
+from .core import AimError, check_choice, did_you_mean, words
 
 # %% auto #0
-__all__ = ['SWITCHES', 'PRESETS', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'PAPER_LONG', 'QUICK',
-           'Protocol', 'preset', 'preset_size', 'parse_switches', 'Budget', 'budget']
+__all__ = ['SWITCHES', 'PRESETS', 'DATASETS', 'FEWSHOT_METHODS', 'CONTINUAL_METHODS', 'BUDGETS', 'PAPER_LONG', 'Protocol',
+           'preset', 'preset_size', 'parse_switches', 'Budget', 'budget']
 
 # %% ../nbs/01_config.ipynb #0c5dfaa3
-SWITCHES = dict(  # every value that a switch can take, the usual one of few-shot runs first
-    gate=("sigmoid", "raw"),  # eq. (3) | signed scores, key bias, unit-length output (the authors' continual code)
-    decision=("hard", "soft", "soft-test"),  # top K | every mechanism above 0.5 | hard in training, soft at test
-    select=("shared", "sample"),  # eq. (4): ranks drawn once a call (the authors) | once an input (the text)
-    mask=("attended", "fixed", "random"),  # K chosen by score | the same K for every input | K drawn by image: controls
-    sib_steps=(3, 5),  # what the authors' code runs | what its configuration file says
-    aim_update=("inplace", "episode", "algorithm1"),  # the authors' double step | first-order MAML | the text
-    adapt=(True, False),  # the inner step on the support set
-    heatmap=("mean", "halving"),  # the paper's average | the authors' new = (old + current)/2
-    aim_scale=("1", "1/K"),  # size of the initial mechanisms
-    reduce=(True, False),  # a linear layer that halves the features before AIM
-    slow_set=("all", "paper"),  # what Adam updates: everything (the authors) | RLN or NM alone (the text)
-    fast_set=("paper", "release"),  # ANML: all of P | P's last norm, with reduce frozen at meta-test
-    order=("first", "second"),  # of the meta-gradient
-    norm=("affine", "instance"),  # after a convolution: a fixed affine map | per-image normalisation
-    inputs=("standardised", "release"),  # by the meta-training images' mean and sd | the authors' constants
-    row_reset=("kaiming", "normal", "matched"),  # a new class's output row: sd sqrt(2/d) | 1 | logits of variance ~1
-    meta_images=("same", "redrawn", "others"),  # of the class in the meta-batch: those learnt | redrawn | never learnt
-    train_classes=("split", "all"),  # validation classes are held out of meta-training | they are not
-    precision=("float32", "bf16"),  # of the convolutions
-    weights=("last", "best"),  # meta-tested: at the end of training | of the best validation
-    protocol=("heldout", "release", "leak"),  # meta-test classes and images | Omniglot: those of meta-training | both
-    metatest_update=("head", "fast", "means"),  # what learns: fc | every fast parameter | nothing, class means
-    metatest_rate=("validation", "test"),  # learning rate chosen without test images | on them (the authors)
-    trajectories=("prefix", "independent"),  # one long trajectory read at its prefixes | a new draw for each n
-    adam=("exact", "lazy"),  # idle mechanisms move under Adam | they do not (another optimiser)
-)
+def _switch(meanings):
+    "A field of `Protocol` with the values in `meanings`, the first of them its default."
+    return field(default=next(iter(meanings)), metadata=meanings)
 
-# %% ../nbs/01_config.ipynb #91d8b152
+
 @dataclass(frozen=True)
 class Protocol:
     "Every choice on which the paper, its authors' code and we may differ; checked when made, part of each record."
 
-    gate: str = "sigmoid"
-    decision: str = "hard"
-    select: str = "shared"
-    mask: str = "attended"
-    sib_steps: int = 3
-    aim_update: str = "inplace"
-    adapt: bool = True
-    heatmap: str = "mean"
-    aim_scale: str = "1"
-    reduce: bool = True
-    slow_set: str = "all"
-    fast_set: str = "paper"
-    order: str = "first"
-    norm: str = "affine"
-    inputs: str = "standardised"
-    row_reset: str = "kaiming"
-    meta_images: str = "same"
-    train_classes: str = "split"
-    precision: str = "float32"
-    weights: str = "last"
-    protocol: str = "heldout"
-    metatest_update: str = "head"
-    metatest_rate: str = "validation"
-    trajectories: str = "prefix"
-    adam: str = "exact"
+    # AIM
+    gate: str = _switch({"sigmoid": "eq. (3): sigmoid scores", "raw": "signed scores, output of unit length"})
+    decision: str = _switch(
+        {"hard": "the top K", "soft": "all with a score above 0.5", "soft-test": "top K, above 0.5 at test"}
+    )
+    select: str = _switch({"shared": "ranks drawn once a call", "sample": "eq. (4): ranks drawn for each input"})
+    mask: str = _switch(
+        {"attended": "K chosen by score", "fixed": "the same K for every input", "random": "K drawn for each image"}
+    )
+    # few-shot
+    sib_steps: int = _switch({3: "what the authors' code runs", 5: "what its configuration file says"})
+    aim_update: str = _switch(
+        {"inplace": "two steps an episode, never reset", "episode": "first-order MAML", "algorithm1": "as in the text"}
+    )
+    adapt: bool = _switch({True: "a step on the support set", False: "no step on the support set"})
+    heatmap: str = _switch({"mean": "mean over images", "halving": "new = (old + current) / 2"})
+    # continual: the network
+    aim_scale: str = _switch({"1": "mechanisms start at full size", "1/K": "mechanisms start at 1/K of it"})
+    reduce: bool = _switch({True: "a linear layer halves the features", False: "AIM sees all features"})
+    slow_set: str = _switch({"all": "Adam updates everything", "paper": "Adam updates RLN or NM only"})
+    fast_set: str = _switch({"paper": "ANML: all of P is fast", "release": "ANML: P's last norm is fast"})
+    order: str = _switch({"first": "first-order meta-gradient", "second": "second-order meta-gradient"})
+    norm: str = _switch({"affine": "a fixed affine map", "instance": "normalised image by image"})
+    # continual: meta-training
+    inputs: str = _switch({"standardised": "by the training images' mean, sd", "release": "the authors' constants"})
+    row_reset: str = _switch(
+        {"kaiming": "new rows of sd sqrt(2/d)", "normal": "new rows of sd 1", "matched": "new rows: logits of sd 1"}
+    )
+    meta_images: str = _switch(
+        {"same": "images learnt from", "redrawn": "drawn again", "others": "images not learnt from"}
+    )
+    train_classes: str = _switch({"split": "validation classes held out", "all": "validation classes included"})
+    precision: str = _switch({"float32": "float32 convolutions", "bf16": "bfloat16 convolutions"})
+    # continual: meta-test
+    weights: str = _switch({"last": "of the last step", "best": "of the best validation"})
+    protocol: str = _switch(
+        {"heldout": "held-out classes and images", "release": "those of meta-training", "leak": "both"}
+    )
+    metatest_update: str = _switch(
+        {"head": "the output layer learns", "fast": "all fast weights learn", "means": "nothing learns: class means"}
+    )
+    metatest_rate: str = _switch({"validation": "rate chosen by validation", "test": "rate chosen on test images"})
+    trajectories: str = _switch({"prefix": "prefixes of one trajectory", "independent": "a new draw for each n"})
+    adam: str = _switch({"exact": "idle mechanisms move, too", "lazy": "idle mechanisms stay"})
 
     def __post_init__(self):
-        for name, choices in SWITCHES.items():
-            check_choice(name, getattr(self, name), choices)
+        for name, values in SWITCHES.items():
+            check_choice(name, getattr(self, name), values)
         if self.decision != "hard" and (self.gate == "raw" or self.mask != "attended"):
             raise AimError(
                 f"decision={self.decision!r} keeps scores above one half, so it needs gate='sigmoid' and mask='attended'."
@@ -85,10 +79,17 @@ class Protocol:
         return asdict(self)
 
     def changed(self) -> dict:
-        "The switches that do not stand at their default."
+        "The switches that differ from their default."
         return {k: v for k, v in asdict(self).items() if v != SWITCHES[k][0]}
 
-# %% ../nbs/01_config.ipynb #f7ba7761
+    def in_words(self) -> dict:
+        "What each switch means at its value here."
+        return {f.name: f.metadata[getattr(self, f.name)] for f in fields(self)}
+
+
+SWITCHES = {f.name: tuple(f.metadata) for f in fields(Protocol)}  # name -> values, the default first
+
+# %% ../nbs/01_config.ipynb #c65608c9
 PRESETS = ("ours", "release", "paper")
 _DRAWINGS = ("omniglot", "glyphs")
 _FEWSHOT_ALONE = ("decision", "sib_steps", "aim_update", "adapt", "heatmap")
@@ -127,17 +128,17 @@ def preset(
 ) -> Protocol:
     "The switches of a continual run."
     column = PRESETS.index(check_choice("preset", name, PRESETS))
-    unknown = [k for k in changes if k not in SWITCHES]
-    if unknown:
-        raise AimError(f"There is no switch {unknown[0]!r}; the switches are {', '.join(SWITCHES)}.")
+    for switch in changes:
+        if switch not in SWITCHES:
+            raise AimError(f"There is no switch {switch!r}; the switches are {', '.join(SWITCHES)}.")
     values = {switch: row[column] for switch, row in _TABLE.items()}
     for switch, value in values.items():
         if isinstance(value, _ByData):
             values[switch] = value.drawings if dataset in _DRAWINGS else value.photographs
-    protocol = Protocol(**{**values, **changes})
-    other = [k for k in changes if k in _FEWSHOT_ALONE]
-    if other:
-        raise AimError(f"The switch {other[0]!r} belongs to few-shot runs; a continual run does not have it.")
+    protocol = Protocol(**values | changes)
+    for switch in changes:
+        if switch in _FEWSHOT_ALONE:
+            raise AimError(f"The switch {switch!r} belongs to few-shot runs; a continual run does not have it.")
     return protocol
 
 
@@ -150,18 +151,17 @@ def parse_switches(
     text,  # such as "gate=raw,norm=affine"
 ) -> dict:
     "Switches by name, each with one of its values."
-    out = {}
+    found = {}
     for word in words(text):
         name, equals, value = word.partition("=")
         if not equals or name not in SWITCHES:
-            near = difflib.get_close_matches(name, SWITCHES, 1)
-            hint = f"did you mean {near[0]}?" if near else f"the switches are {', '.join(SWITCHES)}."
+            hint = did_you_mean(name, SWITCHES).strip(" ()") or f"the switches are {', '.join(SWITCHES)}."
             raise AimError(f"switches: {word!r} is not name=value with a known name; {hint}")
-        if name in out:
+        if name in found:
             raise AimError(f"switches={text!r} sets {name} twice; leave one of them out.")
-        known = {str(v): v for v in SWITCHES[name]}
-        out[name] = known[check_choice(name, value, known)]
-    return out
+        values = {str(v): v for v in SWITCHES[name]}
+        found[name] = values[check_choice(name, value, values)]
+    return found
 
 # %% ../nbs/01_config.ipynb #72973a4a
 DATASETS = ("omniglot", "cifar-fs", "cifar100", "mini-imagenet", "glyphs")
@@ -213,44 +213,45 @@ BUDGETS = {
     ),
 }
 
-PAPER_LONG = {
+PAPER_LONG = {  # the budgets of the paper's length, and what is not the paper's in them
     "paper": {},
     "paper-onecycle": dict(pretrain_epochs=14, pretrain_schedule="onecycle"),
-}  # the budgets of the paper's length, and what is not the paper's in them
+}
 BUDGETS["fewshot"]["paper-onecycle"] = BUDGETS["fewshot"]["paper"] | PAPER_LONG["paper-onecycle"]
+
+_BY_DATASET = {  # (budget, dataset) -> task -> what differs there
+    ("smoke", "cifar-fs"): dict(fewshot=dict(classes=6)),
+    ("smoke", "cifar100"): dict(fewshot=dict(classes=6)),
+    ("smoke", "mini-imagenet"): dict(fewshot=dict(classes=6)),
+    ("quick", "glyphs"): dict(
+        fewshot=dict(steps=1000, val_every=250, pretrain_epochs=3, views=2, val_episodes=500),
+        continual=dict(steps=300, val_every=100, width=32, runs=3, rates=3, rate_runs=1, classes=50),
+    ),
+    ("quick", "mini-imagenet"): dict(
+        fewshot=dict(steps=1000, val_every=250, pretrain_epochs=5, views=3),
+        continual=dict(steps=200, width=32),
+    ),
+}
 
 
 def budget(
     name="quick",  # smoke | quick | paper | paper@N | paper-onecycle | paper-onecycle@N
     task="fewshot",  # fewshot | continual
-    dataset="",  # `quick` is shorter where a step is dear (mini-ImageNet) or little is to be learnt (glyphs)
+    dataset="",  # on which `smoke` and `quick` may be shorter
     steps=0,  # another number of steps (0: the budget's own)
 ) -> Budget:
     "The budget called `name`."
     base, mark, at = name.partition("@")
     table = BUDGETS[check_choice("task", task, tuple(BUDGETS))]
     values = dict(table[check_choice("budget", base, tuple(table))])
-    if base == "quick":
-        values.update(QUICK.get(dataset, {}).get(task, {}))
+    values |= _BY_DATASET.get((base, dataset), {}).get(task, {})
     if mark and (base not in PAPER_LONG or not at.isdecimal() or int(at) < 1):
         raise AimError(f"budget={name!r} is not known; write paper@N with a number of steps of at least 1.")
     if steps and int(steps) < 1:
         raise AimError(f"steps={steps} should be at least 1, or 0 for the budget's own.")
     if at and task == "continual":
-        values.update(
-            rates=7, rate_runs=2, val_every=250
-        )  # the release's search of 14 rates x 10 only at its own number of steps
+        # the authors' search of 14 rates x 10 trajectories belongs to their own number of steps
+        values |= dict(rates=7, rate_runs=2, val_every=250)
     if steps or at:
         values["steps"] = int(steps or at)
     return Budget(name, task, **values)
-
-
-QUICK = {  # where it is not the usual one
-    "glyphs": dict(
-        fewshot=dict(steps=1000, val_every=250, pretrain_epochs=3, views=2, val_episodes=500),
-        continual=dict(steps=300, val_every=100, width=32, runs=3, rates=3, rate_runs=1, classes=50),
-    ),
-    "mini-imagenet": dict(
-        fewshot=dict(steps=1000, val_every=250, pretrain_epochs=5, views=3), continual=dict(steps=200, width=32)
-    ),
-}

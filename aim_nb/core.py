@@ -4,20 +4,31 @@
 
 # %% ../nbs/00_core.ipynb #9e9a1608
 from __future__ import annotations
-import contextlib, ctypes, functools, hashlib, json, os, platform, re, shutil, sys, tempfile
+import contextlib, ctypes, difflib, functools, hashlib, json, os, re, shutil, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['HOST', 'LARGE_PAGES', 'AimError', 'check_choice', 'words', 'numbers', 'read_seeds', 'project_root', 'runs_dir',
-           'data_root', 'in_test', 'atomic_file', 'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng',
-           'numpy_rng', 'worker_env', 'use_threads', 'threads', 'share_out', 'keep_memory', 'pick_device', 'progress']
+__all__ = ['LARGE_PAGES', 'AimError', 'did_you_mean', 'check_choice', 'words', 'numbers', 'read_seeds', 'find_clone',
+           'project_root', 'how_to_install', 'runs_dir', 'data_root', 'in_test', 'remove_if_abandoned', 'atomic_file',
+           'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env',
+           'use_threads', 'threads', 'share_out', 'keep_memory', 'check_device', 'pick_device', 'progress']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
     "A mistake that the user can mend, said in one sentence."
 
 # %% ../nbs/00_core.ipynb #01e69486
+def did_you_mean(
+    word,  # what was typed
+    known,  # what there is
+) -> str:
+    "A hint at the known word that looks most like `word`, or nothing where none does."
+    near = difflib.get_close_matches(str(word), list(map(str, known)), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def check_choice(
     name,  # what is being chosen, as the user knows it
     value,  # what was given
@@ -25,7 +36,8 @@ def check_choice(
 ):
     "Return `value` if it is among `choices`, else say which ones there are."
     if value not in choices:
-        raise AimError(f"{name}={value!r} is not known; choose one of {', '.join(map(str, choices))}.")
+        listed = ", ".join(map(str, choices))
+        raise AimError(f"{name}={value!r} is not known; choose one of {listed}{did_you_mean(value, choices)}.")
     return value
 
 # %% ../nbs/00_core.ipynb #1595081e
@@ -50,18 +62,41 @@ def read_seeds(text) -> list:
     return seeds
 
 # %% ../nbs/00_core.ipynb #69329027
-def project_root() -> Path:
-    "The repository that holds the current directory, else the current directory."
+def find_clone() -> Path | None:
+    "The clone of this project that holds the current directory, else the one this package is imported from, else None."
     here = Path.cwd()
-    for folder in (here, *here.parents):
+    for folder in (here, *here.parents, Path(str(files("aim_nb"))).resolve().parent):
         if (folder / "settings.ini").exists() and (folder / "nbs").is_dir():
             return folder
-    return here
+    return None
+
+
+def project_root() -> Path:
+    "The clone of this project, else the current directory."
+    return find_clone() or Path.cwd()
+
+
+def how_to_install(
+    extra,  # notebooks | sweep
+) -> str:
+    "The command that adds an extra to the installation at hand: the clone, or the wheel."
+    clone = find_clone()
+    return f"pip install -e '{clone}[{extra}]'" if clone else f"pip install 'aim_nb[{extra}]'"
+
+
+def _user_path(text) -> Path:
+    "An absolute path, `~` expanded; one that no file system could hold is refused."
+    path = os.path.expanduser(str(text))
+    if path.startswith("~"):
+        raise AimError(f"{path.partition('/')[0]} is not a user of this machine; write the folder's full path.")
+    if len(os.fsencode(max(Path(path).parts, key=len, default=""))) > 255:
+        raise AimError(f"{path[:40]}... is too long for a file name; choose a shorter one.")
+    return Path(path).absolute()
 
 
 def runs_dir() -> Path:
     "Where runs write: `$AIM_RUNS`, else `runs/` in the project."
-    return Path(os.environ.get("AIM_RUNS") or project_root() / "runs").expanduser().absolute()
+    return _user_path(os.environ.get("AIM_RUNS") or project_root() / "runs")
 
 
 def data_root(
@@ -70,7 +105,7 @@ def data_root(
     "Where datasets live: `root`, else `$AIM_DATA`, else a per-user cache directory."
     from platformdirs import user_cache_dir
 
-    return Path(root or os.environ.get("AIM_DATA") or user_cache_dir("aim_nb", appauthor=False)).expanduser().absolute()
+    return _user_path(root or os.environ.get("AIM_DATA") or user_cache_dir("aim_nb", appauthor=False))
 
 
 def in_test() -> bool:
@@ -86,29 +121,50 @@ def _sync_dir(path):
         os.close(fd)
 
 
-HOST = re.sub(r"\W", "_", platform.node())  # in names that dots and hyphens divide
+def _open_part(path):
+    "A new file beside `path`, open and locked: an unlocked part was left by a process that is gone."
+    while True:
+        f = open(path.with_name(f".{path.name}.{os.urandom(4).hex()}.part"), "xb")
+        with contextlib.suppress(ImportError, OSError):  # Windows; a file system without locks
+            import fcntl
+
+            fcntl.flock(f, fcntl.LOCK_EX)
+        if os.fstat(f.fileno()).st_nlink:
+            return f
+        f.close()  # it was removed before it was locked
+
+
+def remove_if_abandoned(part):
+    "Remove what a process left half written, unless that process lives and holds its lock."
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        with open(part, "r+b") as f:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(part)
 
 
 @contextlib.contextmanager
 def atomic_file(path):
     "A binary file that replaces `path` only when the block ends without an error."
-    path = Path(path)
-    tmp = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.part")
+    path, part = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "wb") as f:
+        with _open_part(path) as f:
+            part = f.name
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.replace(tmp, path)
+            os.replace(part, path)
         _sync_dir(path.parent)
     except OSError as e:
         raise AimError(
             f"{path} could not be written ({e.strerror or e}); free some space or choose another place, nothing was changed."
         ) from e
     finally:
-        with contextlib.suppress(OSError):
-            tmp.unlink(missing_ok=True)
+        if part:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
 
 
 def atomic_write(path, data):
@@ -125,7 +181,7 @@ def atomic_dir(path):
     tmp = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
     try:
         yield tmp
-        old = path.with_name(f".{path.name}.{os.getpid()}.old")
+        old = tmp.with_suffix(".old")
         if path.exists():
             os.replace(path, old)
         os.replace(tmp, path)
@@ -207,13 +263,16 @@ def threads(n):
 def _crew(n, process):
     import torch
 
-    return ThreadPoolExecutor(
-        n, initializer=torch.set_num_threads, initargs=(1,)
-    )  # a forked process has none of its parent's threads
+    # `process` is part of the cache's key, because a forked process has none of its parent's threads
+    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
 
 
-def share_out(fn, jobs, n=1):  # function, list of its arguments' tuples
-    "Call `fn` for every job, on `n` cores, each job on one."
+def share_out(
+    fn,
+    jobs,  # the arguments of each call, a list of tuples
+    n=1,  # cores
+) -> list:
+    "The results of `fn` for every job, in order; each job runs on one core."
     if n < 2:
         return [fn(*job) for job in jobs]
     shares = list(_crew(n, os.getpid()).map(lambda k: [fn(*job) for job in jobs[k::n]], range(n)))
@@ -226,26 +285,48 @@ def keep_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None:
         return False
+    trim_threshold, mmap_threshold = -1, -3  # when to return memory; from which size on a block is mapped anew
     return bool(
-        mallopt(-1, 2**31 - 1) and (mallopt(-3, 2**30) or mallopt(-3, 2**25))
-    )  # when to give memory back; from which size on a block is mapped anew each time
+        mallopt(trim_threshold, 2**31 - 1) and (mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25))
+    )
+
+
+def check_device(
+    name,  # auto | cpu | cuda | cuda:N | mps
+) -> str:
+    "Return `name` if it could be a device's, whether this machine has it or not."
+    if not re.fullmatch(r"cuda:\d{1,3}", str(name)):
+        check_choice("device", name, ("auto", "cpu", "cuda", "cuda:1", "mps"))
+    return name
 
 
 def pick_device(
-    name="auto",  # auto | cpu | cuda | mps
+    name="auto",  # auto | cpu | cuda | cuda:N | mps
 ) -> torch.device:
-    "The device called `name`, or the best there is."
+    "The device called `name`; `auto` is a GPU where CUDA has one, else the CPU."
     import torch
 
-    check_choice("device", name, ("auto", "cpu", "cuda", "mps"))
-    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        name = next(d for d in ("cuda", "cpu") if has[d])
-    if not has[name]:
+    if isinstance(name, torch.device):
+        name = str(name)
+    kind, _, index = check_device(name).partition(":")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    n_devices = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
+    if int(index or 0) >= n_devices:
         raise AimError(f"device={name!r} is not available here; use -p device cpu.")
-    return torch.device(name)
+    return torch.device(f"{kind}:{index}" if index else kind)
 
 # %% ../nbs/00_core.ipynb #0fc1404a
+@functools.cache
+def _papermills_terminal():
+    "The stderr of the plain papermill that runs this kernel, or None where it is something else that does."
+    stderr_copy = getattr(sys.stderr, "_original_stdstream_copy", None)  # ipykernel's, from before it captures output
+    if stderr_copy is None:
+        return None
+    parent = subprocess.run(["ps", "-o", "args=", "-p", str(os.getppid())], capture_output=True, text=True).stdout
+    return os.fdopen(os.dup(stderr_copy), "w", buffering=1) if "papermill" in parent else None
+
+
 def progress(
     iterable=None,  # what to walk through
     **kwargs,  # as tqdm takes them
@@ -254,8 +335,15 @@ def progress(
     from tqdm import auto, std
 
     live = os.environ.get("AIM_LIVE", "0" if in_test() else "")
-    if not live:
-        kind, every = auto.tqdm, 0.1 if sys.stderr.isatty() else 10
+    terminal = None if live else _papermills_terminal()
+    options = dict(ascii=True, dynamic_ncols=not live)
+    if live:
+        bar = std.tqdm
+        options["mininterval"] = 0.3 if live == "1" else 10
+    elif terminal:
+        bar = std.tqdm
+        options |= dict(file=terminal, mininterval=1 if terminal.isatty() else 10)
     else:
-        kind, every = std.tqdm, 0.3 if live == "1" else 10
-    return kind(iterable, **{"mininterval": every, "ascii": True, "dynamic_ncols": not live, **kwargs})
+        bar = auto.tqdm
+        options["mininterval"] = 0.1 if sys.stderr.isatty() else 10
+    return bar(iterable, **options | kwargs)

@@ -4,316 +4,35 @@
 
 # %% ../nbs/12_sib.ipynb #7d5a2378
 from __future__ import annotations
-from typing import NamedTuple
 import math
 import torch
-from torch import nn, Tensor
 import torch.nn.functional as F
-from .kernels.episodes import Mixed
-from .core import AimError, torch_rng
+from torch import nn
+from torch.func import functional_call
+from .aim import AIM
+from .core import AimError, check_choice, torch_rng
 
 # %% auto #0
-__all__ = ['SIBParams', 'class_average', 'plain_dni', 'plain_sib', 'sib_refine', 'sib_forward', 'sib_backward', 'SIBHead',
-           'cross_entropy_grad']
-
-# %% ../nbs/12_sib.ipynb #c9935467
-class SIBParams(NamedTuple):
-    "All that the head learns (or the gradients of it)."
-
-    w: Tensor
-    scale: Tensor
-    bias: Tensor
-    W1: Tensor
-    b1: Tensor
-    g1: Tensor
-    c1: Tensor
-    W2: Tensor
-    b2: Tensor
-    g2: Tensor
-    c2: Tensor
-    W3: Tensor
-    b3: Tensor
+__all__ = ['AIM_UPDATES', 'class_average', 'class_labels', 'SIBHead', 'sgd_step_', 'training_step', 'adapted_logits']
 
 # %% ../nbs/12_sib.ipynb #cdf63859
 def class_average(
-    y,  # (..., n) labels of the support images
+    labels,  # (..., n) classes of the support images
     n_way,  # number of classes
     dtype=torch.float32,
-) -> Tensor:
+) -> torch.Tensor:
     "The matrix A (..., n_way, n) with `A @ S` the mean of each class."
-    A = F.one_hot(torch.as_tensor(y), n_way).mT.to(dtype)
+    A = F.one_hot(torch.as_tensor(labels), n_way).mT.to(dtype)
     return A / A.sum(-1, keepdim=True).clamp_min(1)
 
-# %% ../nbs/12_sib.ipynb #208d4555
-def plain_dni(
-    p: SIBParams,
-    s,  # (q, n_way) scores of the queries of one episode
-) -> Tensor:
-    "The made-up gradient of the loss with respect to the scores."
-    x = F.batch_norm(F.relu(F.linear(s, p.W1, p.b1)), None, None, p.g1, p.c1, training=True)
-    x = F.batch_norm(F.relu(F.linear(x, p.W2, p.b2)), None, None, p.g2, p.c2, training=True)
-    return F.linear(x, p.W3, p.b3)
 
-# %% ../nbs/12_sib.ipynb #c5d315ee
-def plain_sib(
-    p: SIBParams,
-    A,  # (n_way, n) class averages
-    S,
-    Q,  # (n, d) support and (q, d) query features
-    steps=3,
-    eps=1e-3,
-) -> Tensor:
-    "Logits (q, n_way) of one episode: SIB as it is defined."
-    q = F.normalize(Q, dim=-1)
+def class_labels(n_way, n_rows, device="cpu") -> torch.Tensor:
+    "0, 0, ..., 1, 1, ...: labels (n_rows,) of rows that come class by class."
+    return torch.arange(n_way, device=device).repeat_interleave(n_rows // n_way)
 
-    def scores(theta):
-        return p.scale * (q @ F.normalize(theta, dim=-1).T + p.bias)
-
-    theta = p.w * (A @ F.normalize(S, dim=-1))
-    if not theta.requires_grad:
-        theta = theta.requires_grad_()
-    for _ in range(steps):
-        s = scores(theta)
-        (slope,) = torch.autograd.grad(s, theta, plain_dni(p, s), create_graph=True)
-        theta = theta - eps * slope
-    return scores(theta)
-
-# %% ../nbs/12_sib.ipynb #ddaab2f6
-class _Step(NamedTuple):
-    "One refinement step as the backward pass needs it."
-
-    c: Tensor
-    beta: Tensor
-    g: Tensor
-    net: tuple
-    rho: Tensor
-    sigma: Tensor
-    Grho: Tensor
-    nu: Tensor
-    inv: Tensor
-    c_next: Tensor
-    beta_next: Tensor
-
-
-def _refine(p, shift, G, c, beta) -> _Step:  # shift = scale*bias
-    "One synthetic gradient step in terms of cosines `c` (..., q, n_way) and `beta` (..., 1, n_way)."
-    g, net = _dni(p, torch.addcmul(shift, c, p.scale))
-    rho = beta * g
-    sigma, Grho = (rho * c).sum(-2, keepdim=True), G @ rho
-    nu = torch.addcmul((rho * Grho).sum(-2, keepdim=True), sigma, sigma, value=-1).add_(1)
-    inv = nu.rsqrt()
-    c_next = torch.addcmul(c, sigma, c).sub_(Grho).mul_(inv)
-    return _Step(c, beta, g, net, rho, sigma, Grho, nu, inv, c_next, beta / nu)
-
-# %% ../nbs/12_sib.ipynb #4796ca7b
-_BN_EPS = 1e-5
-
-
-def _rows(x):  # (q, n_way) as it is; (E, q, n_way) -> (q*E, n_way), queries outermost
-    return x if x.dim() == 2 else x.transpose(0, 1).reshape(-1, x.shape[-1])
-
-
-def _unrows(x, like):  # the inverse of `_rows`
-    return x if like.dim() == 2 else x.view(like.shape[1], like.shape[0], -1).transpose(0, 1)
-
-
-def _norm(h, g, c, E):
-    "Batch norm of rows (q*E, H) with statistics per episode; returns the output and the statistics."
-    if E == 1:
-        y, *stats = torch.native_batch_norm(h, g, c, None, None, True, 0.0, _BN_EPS)
-    else:
-        y, *stats = torch.native_batch_norm(
-            h.view(-1, E * h.shape[1]), g.repeat(E), c.repeat(E), None, None, True, 0.0, _BN_EPS
-        )
-    return y if E == 1 else y.view_as(h), stats
-
-# %% ../nbs/12_sib.ipynb #66ad40b4
-def _dni(p, s):
-    "`plain_dni` for scores (q, n_way) or (E, q, n_way), and what its backward pass needs."
-    E, x = 1 if s.dim() == 2 else len(s), _rows(s)
-    h1 = F.linear(x, p.W1, p.b1).relu_()
-    y1, s1 = _norm(h1, p.g1, p.c1, E)
-    h2 = F.linear(y1, p.W2, p.b2).relu_()
-    y2, s2 = _norm(h2, p.g2, p.c2, E)
-    return _unrows(F.linear(y2, p.W3, p.b3), s), (E, x, h1, y1, s1, h2, y2, s2)
-
-# %% ../nbs/12_sib.ipynb #ae251d85
-def sib_refine(
-    p: SIBParams,
-    c,  # (..., q, n_way) cosines of queries and initial class vectors
-    norm,  # (..., n_way, 1) lengths of the initial class vectors
-    G,  # (..., q, q) cosines between the queries
-    steps=3,
-    eps=1e-3,
-) -> tuple:
-    "Logits (..., q, n_way) and the tape of steps."
-    shift, beta, tape = p.scale * p.bias, eps * p.scale / (norm * norm).mT, []
-    for _ in range(steps):
-        tape.append(_refine(p, shift, G, c, beta))
-        c, beta = tape[-1].c_next, tape[-1].beta_next
-    return torch.addcmul(shift, c, p.scale), tape
-
-# %% ../nbs/12_sib.ipynb #ccd7b2b8
-class _Saved(NamedTuple):
-    "What `sib_backward` needs."
-
-    X: Tensor
-    Q: Tensor
-    A: Tensor
-    inv: Tensor
-    mean: Tensor
-    theta: Tensor
-    norm: Tensor
-    ii: Tensor
-    G: Tensor
-    c0: Tensor
-    tape: list
-
-
-def sib_forward(
-    p: SIBParams,
-    X,  # (..., n + q, d) features: n support rows, then q queries (none: the support rows are the queries)
-    A,  # (n_way, n) class averages of the support rows
-    steps=3,
-    eps=1e-3,
-    dots=lambda X: X @ X.mT,  # how the rows' products with one another are computed
-) -> tuple:
-    "Logits (..., q, n_way) and what `sib_backward` needs; run it under `torch.no_grad()`."
-    n = A.shape[-1]
-    k = 0 if n == X.shape[-2] else n  # where the queries begin
-    XX, Q = dots(X), X[..., k:, :]
-    inv = XX.diagonal(dim1=-2, dim2=-1).clamp_min(1e-24).rsqrt_()[..., None]
-    ii = inv[..., k:, :] * inv[..., k:, :].mT
-    mean = (A * inv[..., :n, :].mT) @ X[..., :n, :]
-    theta = p.w * mean
-    norm = torch.linalg.vector_norm(theta, dim=-1, keepdim=True).clamp_min_(1e-12)
-    theta = theta / norm
-    c, G = (Q @ theta.mT).mul_(inv[..., k:, :]), XX[..., k:, k:] * ii
-    logits, tape = sib_refine(p, c, norm, G, steps, eps)
-    return logits, _Saved(X, Q, A, inv, mean, theta, norm, ii, G, c, tape)
-
-# %% ../nbs/12_sib.ipynb #d6e36576
-class _Back(NamedTuple):
-    "What one step's backward pass yields; `minus` is the negative of the gradient with respect to G rho."
-
-    dc: Tensor
-    dbeta: Tensor
-    minus: Tensor
-    ds: Tensor
-    net: tuple
-
-
-def _refine_back(p, G, st: _Step, dc, dbeta) -> _Back:
-    "Gradients of one refinement step, given those of its results."
-    dnum = dc * st.inv
-    dnu = (dc * st.c_next).sum(-2, keepdim=True).addcmul_(dbeta, st.beta_next, value=2).div_(st.nu).mul_(-0.5)
-    minus = torch.addcmul(dnum, dnu, st.rho, value=-1)
-    dsigma = torch.addcmul((dnum * st.c).sum(-2, keepdim=True), st.sigma, dnu, value=-2)
-    drho = torch.addcmul(dsigma * st.c, dnu, st.Grho).sub_(G @ minus)
-    ds, net = _dni_back(p, st.net, drho * st.beta)
-    dc = torch.addcmul(dnum, dnum, st.sigma).addcmul_(dsigma, st.rho).addcmul_(ds, p.scale)
-    return _Back(dc, (drho * st.g).sum(-2, keepdim=True).addcdiv_(dbeta, st.nu), minus, ds, net)
-
-# %% ../nbs/12_sib.ipynb #be71134b
-_batch_norm_back, _relu_back = (
-    torch.ops.aten.native_batch_norm_backward.default,
-    torch.ops.aten.threshold_backward.default,
-)  # looked up once: the name costs more than the work
-
-
-def _norm_back(dy, h, g, stats, E):
-    "Gradients of `_norm` with respect to its input (through the relu before it), scale and shift."
-    if E == 1:
-        dh, dg, dc = _batch_norm_back(dy, h, g, None, None, *stats, True, _BN_EPS, [True, True, True])
-    else:
-        table = (-1, E * h.shape[1])
-        dh, dg, dc = _batch_norm_back(
-            dy.view(table), h.view(table), g.repeat(E), None, None, *stats, True, _BN_EPS, [True, True, True]
-        )
-        dh, dg, dc = dh.view_as(h), dg.view(E, -1).sum(0), dc.view(E, -1).sum(0)
-    return _relu_back(dh, h, 0), dg, dc
-
-
-def _dni_back(p, net, dg):
-    "Gradient with respect to the scores, and the pieces of the weights' gradients."
-    E, x, h1, y1, s1, h2, y2, s2 = net
-    d3 = _rows(dg)
-    d2, dg2, dc2 = _norm_back(d3 @ p.W3, h2, p.g2, s2, E)
-    d1, dg1, dc1 = _norm_back(d2 @ p.W2, h1, p.g1, s1, E)
-    return _unrows(d1 @ p.W1, dg), ((d1, d2, d3), (x, y1, y2), (dg1, dc1, dg2, dc2))
-
-# %% ../nbs/12_sib.ipynb #b794eca7
-def _features_back(p, sv: _Saved, dc, dbeta, minus) -> tuple:
-    "The gradient with respect to the raw features as a `Mixed`, and that of the class vectors before normalisation; `minus` is the negative of dG + dG^T."
-    (n, q, w), N, inv = (sv.A.shape[-1], *dc.shape[-2:]), sv.X.shape[-2], sv.inv
-    B, C, pull = sv.X.new_zeros(*sv.X.shape[:-1], N), sv.X.new_zeros(*sv.X.shape[:-1], 2 * w), dc * inv[..., -q:, :]
-    minus.diagonal(dim1=-2, dim2=-1).add_((dc * sv.c0).sum(-1).sub_((minus * sv.G).sum(-1)))
-    B[..., -q:, -q:], C[..., -q:, :w] = minus.mul_(sv.ii).neg_(), pull
-    dhat, beta = pull.mT @ sv.Q, sv.tape[0].beta if sv.tape else dbeta
-    along = (dhat * sv.theta).sum(-1, keepdim=True).addcmul_(dbeta.mT, beta.mT, value=2)  # beta ~ norm^-2
-    dtheta = torch.addcmul(dhat, along, sv.theta, value=-1).div_(sv.norm)
-    dmean, A = dtheta * p.w, sv.A.mT * inv[..., :n, :]
-    C[..., :n, w:] = A
-    B[..., :n, :n].diagonal(dim1=-2, dim2=-1).sub_(
-        (A * (sv.X[..., :n, :] @ dmean.mT)).sum(-1).mul_(inv[..., :n, 0].square())
-    )
-    return Mixed(B, C, torch.cat([sv.theta, dmean], -2)), dtheta
-
-# %% ../nbs/12_sib.ipynb #557a8936
-def sib_backward(
-    p: SIBParams,
-    saved,  # from `sib_forward`
-    ds,  # (..., q, n_way) gradient of the loss with respect to the logits
-    params=True,  # whether the parameters' gradients are wanted
-    mixed=False,  # give the features' gradient as a `Mixed`, not multiplied out
-) -> tuple:
-    "Gradients with respect to the features, (..., n + q, d), and to the parameters (summed over episodes)."
-    dc, dbeta, backs = p.scale * ds, torch.zeros_like(saved.norm.mT), []
-    for st in reversed(saved.tape):
-        backs.append(_refine_back(p, saved.G, st, dc, dbeta))
-        dc, dbeta = backs[-1].dc, backs[-1].dbeta
-    minus = (
-        torch.cat([b.minus for b in backs], -1) @ torch.cat([st.rho for st in reversed(saved.tape)], -1).mT
-        if backs
-        else torch.zeros_like(saved.G)
-    )
-    dX, dtheta = _features_back(p, saved, dc, dbeta, minus + minus.mT)
-    return dX if mixed else dX.of(saved.X), _params_back(p, saved, ds, backs, dtheta, dbeta) if params else None
-
-# %% ../nbs/12_sib.ipynb #969f8400
-def _params_back(p, sv: _Saved, ds, backs, dtheta, dbeta) -> SIBParams:
-    "The parameters' gradients from what the backward pass collected."
-    ds_all = torch.cat([ds] + [b.ds for b in backs], -2)
-    c_all = torch.cat([sv.tape[-1].c_next if backs else sv.c0] + [st.c for st in reversed(sv.tape)], -2)
-    total, dw = ds_all.sum(), (dtheta * sv.mean).flatten(0, -2).sum(0)
-    dscale = torch.addcmul((ds_all * c_all).sum(), p.bias, total)
-    if not backs:
-        return SIBParams(dw, dscale, p.scale * total, *map(torch.zeros_like, p[3:]))
-    dscale = dscale + (dbeta * sv.tape[0].beta).sum() / p.scale
-    d, x = ([torch.cat(t) for t in zip(*(b.net[k] for b in backs))] for k in (0, 1))
-    W, b = [dk.t() @ xk for dk, xk in zip(d, x)], [dk.sum(0) for dk in d]
-    g1, c1, g2, c2 = torch.cat([t for bk in backs for t in bk.net[2]]).view(len(backs), 4, -1).sum(0)
-    return SIBParams(dw, dscale, p.scale * total, W[0], b[0], g1, c1, W[1], b[1], g2, c2, W[2], b[2])
-
-# %% ../nbs/12_sib.ipynb #0c808862
-class _SIB(torch.autograd.Function):
-    "`sib_forward` and `sib_backward` as one node of autograd's graph."
-
-    @staticmethod
-    def forward(ctx, X, A, steps, eps, *p):
-        out, ctx.saved = sib_forward(SIBParams(*p), X, A, steps, eps)
-        ctx.p = p
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, ds):
-        dX, dp = sib_backward(SIBParams(*ctx.p), ctx.saved, ds, params=any(ctx.needs_input_grad[4:]))
-        return dX, None, None, None, *(dp or [None] * 13)
-
-# %% ../nbs/12_sib.ipynb #f03e4e32
+# %% ../nbs/12_sib.ipynb #ab93b298
 class SIBHead(nn.Module):
-    "Cosine classifier with `steps` synthetic gradient steps on the queries."
+    "Cosine classifier whose class vectors take `steps` synthetic gradient steps on the queries."
 
     def __init__(
         self,
@@ -324,44 +43,128 @@ class SIBHead(nn.Module):
         generator=None,  # for the initial values of dni (default: a fixed one)
     ):
         super().__init__()
-        self.d, self.n_way, self.steps, self.eps = d, n_way, steps, eps
-        g, H = generator or torch_rng(0, "sib"), 8 * n_way
-        self.w, self.scale, self.bias = (
-            nn.Parameter(t) for t in (torch.ones(d), torch.tensor(10.0), torch.tensor(0.0))
-        )
+        self.d = d
+        self.n_way = n_way
+        self.steps = steps
+        self.eps = eps
+        self.w = nn.Parameter(torch.ones(d))
+        self.scale = nn.Parameter(torch.tensor(10.0))
+        self.bias = nn.Parameter(torch.tensor(0.0))
+        generator = generator or torch_rng(0, "sib")
+        hidden = 8 * n_way
         self.dni = nn.ParameterDict()
-        for k, (a, b) in enumerate([(n_way, H), (H, H), (H, n_way)], 1):
-            for name, shape in ((f"W{k}", (b, a)), (f"b{k}", (b,))):
-                self.dni[name] = nn.Parameter((2 * torch.rand(shape, generator=g) - 1) / math.sqrt(a))
+        for k, (n_in, n_out) in enumerate([(n_way, hidden), (hidden, hidden), (hidden, n_way)], 1):
+            for name, shape in ((f"W{k}", (n_out, n_in)), (f"b{k}", (n_out,))):
+                uniform = 2 * torch.rand(shape, generator=generator) - 1
+                self.dni[name] = nn.Parameter(uniform / math.sqrt(n_in))
             if k < 3:
-                self.dni[f"g{k}"], self.dni[f"c{k}"] = nn.Parameter(torch.ones(b)), nn.Parameter(torch.zeros(b))
+                self.dni[f"g{k}"] = nn.Parameter(torch.ones(n_out))
+                self.dni[f"c{k}"] = nn.Parameter(torch.zeros(n_out))
 
-    def params(self) -> SIBParams:
-        "The parameters under their short names."
-        return SIBParams(self.w, self.scale, self.bias, *(self.dni[k] for k in SIBParams._fields[3:]))
+    def class_vectors(self, support, labels):
+        "The initial class vectors (..., n_way, d)."
+        A = class_average(labels, self.n_way, support.dtype).to(support.device)
+        return self.w * (A @ F.normalize(support, dim=-1))
 
-    def average(self, n_shot) -> Tensor:
-        "The averaging matrix of a support set that comes class by class."
-        return class_average(
-            torch.arange(self.n_way, device=self.w.device).repeat_interleave(n_shot), self.n_way, self.w.dtype
-        )
+    def synthetic_gradient(self, scores):
+        "What dni takes for the gradient of the loss with respect to the scores, (..., q, n_way)."
+        dni = self.dni
+        x = scores
+        for k in (1, 2):
+            x = F.relu(F.linear(x, dni[f"W{k}"], dni[f"b{k}"]))
+            x = F.layer_norm(x.mT, x.shape[-2:-1]).mT * dni[f"g{k}"] + dni[f"c{k}"]
+        return F.linear(x, dni["W3"], dni["b3"])
 
     def forward(
         self,
         support,  # (..., n, d)
-        y,  # (n,) labels of the support rows (or (..., n))
+        labels,  # (n,) or (..., n) classes of the support rows
         query=None,  # (..., q, d); default: the support rows
-    ) -> Tensor:
+    ):
         "Logits (..., q, n_way) of the queries."
         if support.shape[-1] != self.d:
-            raise AimError(f"this head takes features {self.d} wide, not {support.shape[-1]}.")
-        X = support if query is None else torch.cat([support, query], -2)
-        return _SIB.apply(X, class_average(y, self.n_way, X.dtype).to(X.device), self.steps, self.eps, *self.params())
+            raise AimError(f"This head takes features {self.d} wide, not {support.shape[-1]}.")
+        q = F.normalize(support if query is None else query, dim=-1)
+        theta = self.class_vectors(support, labels)
+        for _ in range(self.steps):
+            length = theta.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+            direction = theta / length
+            cosine = q @ direction.mT
+            g = self.synthetic_gradient(self.scale * (cosine + self.bias))
+            slope = self.scale / length * (g.mT @ q - (g * cosine).sum(-2)[..., None] * direction)
+            theta = theta - self.eps * slope
+        return self.scale * (q @ F.normalize(theta, dim=-1).mT + self.bias)
 
-# %% ../nbs/12_sib.ipynb #150c5826
-def cross_entropy_grad(
-    s,  # (..., q, n_way) logits
-    Y,  # (q, n_way) one-hot labels
-) -> Tensor:
-    "Gradient of each episode's mean cross entropy with respect to its logits."
-    return s.softmax(-1).sub_(Y).div_(s.shape[-2])
+# %% ../nbs/12_sib.ipynb #e4918ce1
+AIM_UPDATES = ("inplace", "episode", "algorithm1")
+
+
+@torch.no_grad()
+def sgd_step_(parameters, gradients, lr):
+    "Plain SGD, in place."
+    for p, g in zip(parameters, gradients):
+        p.sub_(g, alpha=lr)
+
+
+def training_step(
+    layer,  # AIM, LinearTwin, Identity, or any module called with features and ranks
+    head,  # SIBHead
+    z,  # (n + q, D) features of an episode, support rows first, each part class by class
+    n_support,  # n
+    optimizer,  # of the head's parameters
+    lr_in,
+    lr_out,  # the layer's
+    ranks=(None, None),  # of the inner pass and of the outer one
+    update="inplace",
+    adapt=True,  # whether there is an inner step
+) -> tuple:
+    "One iteration by autograd: logits (q, n_way) of the queries, and the mechanisms (n + q, M) they used (None without AIM)."
+    check_choice("update", update, AIM_UPDATES)
+    y_support = class_labels(head.n_way, n_support, z.device)
+    y_query = class_labels(head.n_way, len(z) - n_support, z.device)
+    parameters = list(layer.parameters())
+    before = [p.detach().clone() for p in parameters]
+
+    if adapt and parameters:
+        loss = F.cross_entropy(head(layer(z[:n_support], ranks[0]), y_support), y_support)
+        sgd_step_(parameters, torch.autograd.grad(loss, parameters), lr_in)
+
+    mask = None
+    if isinstance(layer, AIM):
+        out, (_, mask) = layer(z, ranks[1], return_attention=True)
+    else:
+        out = layer(z, ranks[1])
+    logits = head(out[:n_support], y_support, out[n_support:])
+    gradients = torch.autograd.grad(F.cross_entropy(logits, y_query), [*parameters, *head.parameters()])
+
+    for p, g in zip(head.parameters(), gradients[len(parameters) :]):
+        p.grad = g
+    optimizer.step()
+    if update == "episode":
+        for p, slow in zip(parameters, before):
+            p.data.copy_(slow)
+    if update != "algorithm1":
+        sgd_step_(parameters, gradients, lr_out)
+    return logits.detach(), mask
+
+# %% ../nbs/12_sib.ipynb #4796ca7b
+def adapted_logits(
+    layer,
+    head,
+    z,  # (n + q, D) features, support rows first, class by class
+    n_support,
+    lr=3e-3,  # of the one step; 0: none
+    ranks=(None, None),  # of the support rows, and of all rows
+) -> torch.Tensor:
+    "Logits (q, n_way) of an episode's queries after one SGD step of a copy of the layer on the support loss."
+    labels = class_labels(head.n_way, n_support, z.device)
+    weights = {k: v.detach().clone().requires_grad_() for k, v in layer.named_parameters()}
+    if lr and weights:
+        with torch.enable_grad():
+            out = functional_call(layer, weights, (z[:n_support], ranks[0]))
+            loss = F.cross_entropy(head(out, labels), labels)
+            gradients = torch.autograd.grad(loss, list(weights.values()))
+        sgd_step_([v.detach() for v in weights.values()], gradients, lr)
+    with torch.no_grad():
+        out = functional_call(layer, weights, (z, ranks[1]))
+        return head(out[:n_support], labels, out[n_support:])

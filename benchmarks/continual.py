@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import torch
 import torch.nn.functional as F
 
 from aim_nb.aim import AIM
-from aim_nb.anml import ANML, anml_loss
+from aim_nb.anml import ANML
 from aim_nb.backbones import PRECISIONS, has_bf16
 from aim_nb.core import torch_rng
-from aim_nb.engine.metatest import AdamTail
-from aim_nb.kernels.fastweights import FastAIM
-from aim_nb.oml import OML, FastTail, inner_steps, oml_loss
-from aim_nb.reference import (
-    PlainAIM,
-    PlainANML,
-    PlainOML,
-    PlainTail,
-    copy_weights,
-    plain_convs,
-    plain_inner,
-    plain_metatest,
-    plain_outer,
-)
+from aim_nb.engine.metatest import PlainLearner
+from aim_nb.kernels.fastweights import FastAIM, FastTail, anml_loss, inner_steps, oml_loss
+from aim_nb.kernels.idle_adam import AdamTail
+from aim_nb.oml import OML, meta_loss
+from aim_nb.oml import inner_loop as plain_inner_loop
+from .authors import PlainAIM, copy_weights
 
 from .harness import CLOCK, case, compare, median, own_process, seconds, steadily, value_row
 from .layer import flat, together
@@ -46,38 +39,18 @@ def make_images(n_classes, each, channels, side, seed=0):
 
 
 def nets(method, data, gate, release, tiny=False):
-    "OML+AIM or ANML+AIM twice: the project's and the plain one, with the same weights."
-    s = SIZE[data]
-    c, n_out, width, M = (
-        s["release_channels" if release else "channels"],
-        s["n_out"],
-        8 if tiny else 112,
-        12 if tiny else 64,
-    )
-    fast = (OML if method == "oml" else ANML)(
-        (c, s["side"], s["side"]),
-        n_out,
-        "aim",
-        norm="affine",
-        width=width,
-        generator=torch_rng(0, method),
-        M=M,
-        K=10,
-        l=2,
-        gate=gate,
-    )
-    d, D = fast.tail.reduce.in_features, fast.tail.reduce.out_features
-    tail = PlainTail(d, D, PlainAIM(D, D, M, 10, 2, 128, 128, gate), D, n_out, relu=method == "oml")
-    if method == "oml":
-        plain = PlainOML(plain_convs(c, width, ["", "max", "", "max", "", "avg"]), tail)
-    else:
-        plain = PlainANML(
-            *(plain_convs(c, w, ["max", "max", ""], 0) for w in (width, round(width * 256 / 112))),
-            fast.gate.in_features,
-            d,
-            tail,
-        )
-    return fast.train(), copy_weights(fast, plain), (c, s["side"], s["side"])
+    "OML+AIM or ANML+AIM twice, with the same weights: the project's, and one that computes all mechanisms for every input, as the authors do."
+    size = SIZE[data]
+    channels = size["release_channels" if release else "channels"]
+    shape = (channels, size["side"], size["side"])
+    width, M = (8, 12) if tiny else (112, 64)
+    make = OML if method == "oml" else ANML
+    how = dict(norm="affine", width=width, generator=torch_rng(0, method), M=M, K=10, l=2, gate=gate)
+    fast = make(shape, size["n_out"], "aim", **how).train()
+    plain = copy.deepcopy(fast)
+    aim = fast.tail.layer
+    plain.tail.layer = copy_weights(aim, PlainAIM(aim.d_in, aim.d_out, M, 10, 2, aim.d_h, aim.d_k, gate))
+    return fast, plain, shape
 
 
 def meta_batch(shape, tiny=False, n_classes=40):
@@ -91,20 +64,21 @@ def meta_batch(shape, tiny=False, n_classes=40):
     )
 
 
-def ranks_for(T):
-    r = [torch.randperm(12, generator=torch_rng(3, t))[:10] for t in range(T + 1)]
-    return r[:-1], r[-1]
-
-
 def own_step(method, fast, x, y, T, **own):
     "The project's outer step on one meta-batch."
-    opt, rng = torch.optim.Adam(fast.parameters(), 1e-3, fused=True), torch_rng(0, "ranks")
+    optimizer = torch.optim.Adam(fast.parameters(), 1e-3, fused=True)
+    return outer(fast, oml_loss if method == "oml" else anml_loss, optimizer, x, y, T, **own)
+
+
+def outer(net, loss_of, optimizer, x, y, T, **how):
+    "An outer step with one of the meta-losses."
+    generator = torch_rng(0, "ranks")
 
     def step():
-        loss = (oml_loss if method == "oml" else anml_loss)(fast, x, y, n_inner=T, generator=rng, **own)[0]
-        opt.zero_grad()
+        loss, _ = loss_of(net, x, y, n_inner=T, generator=generator, **how)
+        optimizer.zero_grad()
         loss.backward()
-        opt.step()
+        optimizer.step()
 
     return step
 
@@ -113,16 +87,11 @@ def outer_pair(method, data, gate, release, tiny=False):
     "One outer step of both sides on the same meta-batch."
     fast, plain, shape = nets(method, data, gate, release, tiny)
     x, y, T = meta_batch(shape, tiny)
-    ref, (ranks, last) = torch.optim.Adam(plain.parameters(), 1e-3), ranks_for(T)
-    own = dict(fast_set="release" if release else "paper") if method == "anml" else {}
-    names = plain.fast if release or method == "oml" else ("p.", "tail.")
-    return (
-        fast,
-        x,
-        T,
-        own_step(method, fast, x, y, T, **own),
-        lambda: plain_outer(plain, ref, x, y, x[-T:], y[-T:], names, ranks=ranks, last=last),
-    )
+    fast_set = "release" if release else "paper"
+    own = dict(fast_set=fast_set) if method == "anml" else {}
+    optimizer = torch.optim.Adam(plain.parameters(), 1e-3)
+    ours = own_step(method, fast, x, y, T, **own)
+    return fast, x, T, ours, outer(plain, meta_loss, optimizer, x, y, T, fast_set=fast_set)
 
 
 @case("continual")
@@ -225,17 +194,19 @@ def inner_loop(plan):
     x, y, T = meta_batch(shape, plan["tiny"])
     with torch.no_grad():
         f = fast.rln(x[-T:])
-    ranks, _ = ranks_for(T)
+    ranks = [torch.randperm(12, generator=torch_rng(3, t))[:10] for t in range(T)]
 
-    @torch.no_grad()
     def ours():
         inner_steps(FastTail(fast.tail), f, y[-T:], ranks)
+
+    def plainly():
+        plain_inner_loop(plain.tail, f, y[-T:], ("reduce", "layer", "fc"), ranks=ranks)
 
     few = dict(plan, repeats=min(5, plan["repeats"]))
     row = compare(
         "inner loop oml+aim omniglot, features given",
         ours,
-        lambda: plain_inner(plain.tail, f, y[-T:], ("",), ranks=ranks),
+        plainly,
         few,
         tries=2,
         work=inner_work(fast.tail, T),
@@ -267,17 +238,20 @@ def inner_against_M(plan):
     return [flat(f"inner loop of 20 steps, D={D}, against M", Ms, *steadily(lambda: together(loops, plan), plan))]
 
 
-def adam_trajectory(fast, f, y):
-    "AdamTail learning f in order, round and round."
-    state = dict(own=AdamTail(fast.tail, 1e-3, fast.tail.fc.weight.detach().clone()), t=0)
+def in_turn(learn, rows, labels):
+    "A step that learns the next row, round and round."
+    state = dict(t=0)
 
     def step():
-        t = state["t"] = (state["t"] + 1) % len(f)
-        g = state["own"](f[t]).softmax(-1)
-        g[y[t]] -= 1
-        state["own"].step(g)
+        t = state["t"] = (state["t"] + 1) % len(rows)
+        learn(rows[t], labels[t])
 
     return step
+
+
+def adam_trajectory(fast, f, y):
+    "AdamTail learning f in order, round and round."
+    return in_turn(AdamTail(fast.tail, 1e-3, fast.tail.fc.weight.detach().clone()).learn, f, y)
 
 
 def metatest_pair(tiny):
@@ -288,15 +262,11 @@ def metatest_pair(tiny):
     fast.eval()
     with torch.no_grad():
         f = torch.cat([fast.rln(part) for part in x.split(50)])
-    step, ref = adam_trajectory(fast, f, y), dict(opt=None, t=0)
+    step = adam_trajectory(fast, f, y)
     for _ in range(2 if tiny else 100):
         step()
-
-    def plain_step():
-        t = ref["t"] = (ref["t"] + 1) % len(x)
-        ref["opt"] = plain_metatest(plain, x[t : t + 1], torch.tensor(y[t : t + 1]), optimiser=ref["opt"])
-
-    return step, plain_step, (fast, f, y, T)
+    learner = PlainLearner(plain, x.__getitem__, 1e-3, fast.tail.fc.weight.detach().clone(), "fast")
+    return step, in_turn(learner.learn, range(len(x)), y), (fast, f, y, T)
 
 
 @case("continual")

@@ -6,18 +6,17 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from aim_nb.aim import AIM, Identity, linear_twin
 from aim_nb.core import threads, torch_rng
 from aim_nb.engine.evaluate import evaluate
-from aim_nb.kernels.episodes import block_length, episodes
-from aim_nb.reference import PlainAIM, PlainFewshot, PlainLinear, PlainSIB, copy_weights, plain_episode
-from aim_nb.sib import SIBHead, SIBParams
+from aim_nb.kernels.episodes import fast_training_step
+from aim_nb.sib import SIBHead
 from aim_nb.data.tasks import draw_episodes
-from aim_nb.engine.train_fewshot import Episodic, FlatSGD, double_step, paper_rates
+from aim_nb.engine.train_fewshot import paper_rates
 
-from .harness import CLOCK, case, compare, floors, median, own_process, seconds, steadily, value_row
+from .authors import PlainAIM, PlainFewshot, PlainLinear, PlainSIB, copy_weights, plain_episode
+from .harness import CLOCK, case, compare, own_process, steadily, value_row
 from .work import aim_episode, fewshot_step
 
 CORES = 2  # for which the bars are set
@@ -59,46 +58,24 @@ def twins(aim):
     return layer, copy_weights(layer, PlainLinear(layer.d_in, layer.d_out))
 
 
-def blocks(layer, items):
-    "Episodes' features and ranks, as many together as training takes."
-    T = block_length(layer)
-    return [
-        (torch.stack(z), *map(list, ranks)) for z, *ranks in (zip(*items[i : i + T]) for i in range(0, len(items), T))
-    ]
-
-
 class Stepper:
-    "The project's training steps on all of some episodes that are in memory, block after block as in training; what a validation adds (6 ms every 1,000 steps with 32 mechanisms) is not in it."
+    "The project's training steps on all of some episodes that are in memory, one after the other."
 
-    def __init__(self, layer, head, items, n_shot=1, n_query=15):
-        ys, yq = (torch.arange(5).repeat_interleave(k) for k in (n_shot, n_query))
-        Y, rates = lambda y: F.one_hot(y, 5).float(), paper_rates()
-        self.opt, adapt = (
-            FlatSGD(list(head.params()), rates.nu_sib, rates.momentum, rates.decay),
-            not isinstance(layer, Identity),
+    def __init__(self, layer, head, items, n_shot=1):
+        rates = paper_rates()
+        self.layer = layer.train()
+        self.head = head
+        self.items = items
+        self.n = 5 * n_shot
+        self.rates = rates
+        self.optimizer = torch.optim.SGD(
+            head.parameters(), rates.nu_sib, rates.momentum, weight_decay=rates.decay, nesterov=True, fused=True
         )
-        self.t = Episodic(
-            SIBParams(*(p.detach() for p in head.params())),
-            head.average(n_shot),
-            len(ys),
-            Y(ys),
-            Y(yq),
-            head.steps,
-            head.eps,
-            rates,
-            "inplace",
-            adapt,
-        )
-        self.run = episodes(layer.train(), len(ys) if adapt else 0)
-        self.blocks = blocks(layer, items)
-        if not isinstance(layer, AIM):  # nothing to choose
-            self.blocks = [(Z,) for Z, *_ in self.blocks]
 
     def __call__(self):
-        for Z, *ranks in self.blocks:
-            self.run.begin(Z, *ranks)
-            for t in range(len(Z)):
-                self.opt.step(double_step(self.t, self.run[t])[1])
+        nu_in, nu_out = self.rates.nu_in, self.rates.nu_out
+        for z, *ranks in self.items:
+            fast_training_step(self.layer, self.head, z, self.n, self.optimizer, nu_in, nu_out, ranks)
 
 
 def draws(d, n_shot, n=16, seed=0):
@@ -121,87 +98,41 @@ def in_turn(fn, items):
 
 
 @torch.no_grad()
-def aim_work(layer, items, n_shot) -> tuple:
-    "Multiply-adds and bytes that AIM's share of a training step cannot do without, and the distinct mechanisms of a block."
-    D, V, rows, T = layer.d_in, layer.d_out, 5 * n_shot + 75, block_length(layer)
-    distinct, run = 0, episodes(layer, 5 * n_shot)
-    for Z, *ranks in blocks(layer, items):
-        run.begin(Z, *ranks)
-        distinct += int(run.known.flatten(0, 1).any(0).sum()) / len(
-            items
-        )  # a block's mechanisms, shared among its steps
-    macs = (
-        2 * rows * D * (layer.K * V + layer.d_k) + 3 * layer.M * layer.d_h * layer.d_k / T
-    )  # every row's output once, every update once: the inner step shares both
-    moved = (
-        4 * 3 * (distinct * (D * V + layer.d_h * layer.d_k) + D * layer.d_k)
-    )  # read for the output; read and written by the update
-    return dict(macs=int(macs), bytes=int(moved)), distinct * T
-
-
-def aim_share(layer, items, n):
-    "Only AIM's part of the steps: outputs and updates, of support and of all rows, for all of the episodes."
-    g = [
-        torch.randn(len(z), layer.d_out, generator=torch_rng(9, len(z))) * 1e-4 for z in (items[0][0][:n], items[0][0])
-    ]
-    run, own = episodes(layer, n), blocks(layer, items)
-
-    @torch.no_grad()
-    def call():
-        for Z, *ranks in own:
-            run.begin(Z, *ranks)
-            for t in range(len(Z)):
-                s = run[t]
-                s.support()
-                s.adapt(g[0], 1e-3)
-                s.output()
-                s.write_(g[1], 1e-3)
-
-    return call
+def aim_work(layer, items, n_shot) -> dict:
+    "Multiply-adds and bytes that AIM's share of a training step cannot do without: every row's output once, every update once."
+    D, V, rows = layer.d_in, layer.d_out, 5 * n_shot + 75
+    distinct = sum(int(layer.attention(z).mask.any(0).sum()) for z, *_ in items) / len(items)
+    macs = 2 * rows * D * (layer.K * V + layer.d_k) + 3 * layer.M * layer.d_h * layer.d_k
+    moved = 4 * 3 * (distinct * (D * V + layer.d_h * layer.d_k) + D * layer.d_k)  # read; read and written by the update
+    return dict(macs=int(macs), bytes=int(moved))
 
 
 def step_row(method, size, d, v, n_shot, plan, cores=0):
-    "A training step; `cores`: those of the plain side, and of our wide products alone, as training has it (0: as many as there are, for both)."
+    "A training step; `cores`: those of the plain side, ours keeping to one (0: as many as there are, for both)."
     layer, head, plain, plain_head = model(method, d, v, 12 if plan["tiny"] else 32)
-    items, ref = draws(d, n_shot), PlainFewshot(plain, plain_head, paper_rates(), n_shot)
-    step, layer.threads = Stepper(layer, head, items, n_shot), cores
+    items = draws(d, n_shot)
+    reference = PlainFewshot(plain, plain_head, paper_rates(), n_shot)
+    step = Stepper(layer, head, items, n_shot)
 
     def ours():
         with threads(1 if cores else 0):
             step()
 
-    own, distinct = aim_work(layer, items, n_shot) if method == "sib+aim" else (None, 0)
-    release = RELEASE_STEP[size] if own and n_shot == 1 else None
+    own = aim_work(layer, items, n_shot) if method == "sib+aim" else None
     with threads(cores):
-        row = compare(
+        return compare(
             f"training step {method} {size} {n_shot}-shot" + (f", {cores} threads" if cores else ""),
             ours,
-            in_turn(ref.step, items),
+            in_turn(reference.step, items),
             plan,
             per=len(items),
-            release=release,
+            release=RELEASE_STEP[size] if own and n_shot == 1 else None,
             work=fewshot_step(layer, 5 * n_shot, 75, own),
             items=("episodes", 1),
             size=size,
             shots=n_shot,
             method=method,
         )
-    return row | share_row(layer, items, n_shot, own, distinct, row, plan) if own and not cores else row
-
-
-def share_row(layer, items, n_shot, own, distinct, row, plan):
-    "AIM's share of a step beside its floor: the larger of its multiply-adds and its bytes at the machine's own rates."
-    call = aim_share(layer, items, 5 * n_shot)
-    call()
-    share, seen = steadily(lambda: median([seconds(call) / len(items) for _ in range(plan["repeats"])]), plan)
-    floor = max(floors(own, seen))
-    return dict(
-        share_ms=1e3 * share,
-        floor_ms=1e3 * floor,
-        share_of_floor=share / floor,
-        distinct=distinct,
-        steady=row["steady"] and seen["steady"],
-    )
 
 
 @case("few-shot")
@@ -215,7 +146,7 @@ def training_step(plan):
 
 @case("few-shot")
 def on_all_cores(plan):
-    "The same with two cores on both sides: the reference as torch shares its work out, ours with both for its wide products alone, as training has it."
+    "The same with two cores for the reference; ours keeps to one, as training has it."
     for s, dv in sizes(plan).items():
         yield step_row("sib+aim", s, *dv, 1, plan, CORES)
 

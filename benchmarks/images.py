@@ -16,7 +16,7 @@ from aim_nb.aim import count_parameters
 from aim_nb.backbones import make_backbone
 from aim_nb.core import torch_rng
 from aim_nb.engine.pretrain import CosineClassifier, forward, frozen
-from aim_nb.reference import copy_weights
+from .authors import copy_weights
 
 from .harness import CLOCK, CLOCKS, case, compare, median, seconds, steadily, value_row
 from .work import MOMENTUM, convolutions, total

@@ -11,7 +11,7 @@ import torch
 
 from aim_nb.backbones import ConvNet
 from aim_nb.core import keep_memory, torch_rng
-from aim_nb.engine.metatest import Frozen, run_tails
+from aim_nb.engine.metatest import FeatureCache, TailLearner, follow, fresh_head
 from aim_nb.oml import OML
 from aim_nb.data.tasks import draw_trajectory
 
@@ -104,14 +104,10 @@ def trajectory(tiny, repeats, n):
     with torch.no_grad():
         f = torch.cat([net.features(make_images(1, 20, 1, 28, seed=c)[0]) for c in range(n)])
     rows = np.arange(20 * n).reshape(n, 20)
-    run_tails(
-        net.tail,
-        Frozen(f, np.arange(20 * n)),
-        [draw_trajectory(rows[:, :15], rows[:, 15:], 0, 0, n)],
-        [1e-3],
-        (n,),
-        [("memory", n)],
-    )
+    fc = net.tail.fc
+    head = fresh_head(fc.in_features, fc.out_features, ("memory", n))
+    trajectory = draw_trajectory(rows[:, :15], rows[:, 15:], 0, 0, n)
+    follow(TailLearner(net.tail, FeatureCache(len(f), f.__getitem__), 1e-3, head), trajectory, (n,))
     return dict(gb=peak_gb() - before, before_gb=before)
 
 

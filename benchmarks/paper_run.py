@@ -38,7 +38,7 @@ def parts(t, n, test, now):
             t.step(i)
         times.append((now() - start) / n)
     start = now()
-    t.validate(n)
+    t.evaluate(n)
     validation = now() - start
     start = now()
     t.score("test", test)

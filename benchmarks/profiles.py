@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.profiler import ProfilerActivity, profile
 
-from aim_nb.reference import PlainFewshot
 from aim_nb.engine.train_fewshot import paper_rates
 
+from .authors import PlainFewshot
 from .continual import metatest_pair, outer_pair
 from .few_shot import Stepper, draws, in_turn, model, sizes
 from .harness import case, steadily

@@ -42,7 +42,6 @@ def warm():
     for _ in progress(range(1)):
         pass
     records.code_commit()
-    pretrain.files("aim_nb") / "weights"
 
 
 def tiny_bank(root):
@@ -78,9 +77,14 @@ def experiment(method, root, **kw):
 
 def save_often(every=2):
     "A checkpoint each `every` steps, features noted after each block: more places to die in."
-    clock, fill = loop.SaveClock, pretrain.fill_array
-    loop.SaveClock = lambda n=0: clock(n or every)
-    pretrain.fill_array, pretrain.BLOCK = functools.partial(fill, every=0), 32
+    begin, fill = loop.Run.__post_init__, pretrain.FeatureCache.fill
+
+    def begin_saving_often(self):
+        begin(self)
+        self.save_every = self.save_every or every
+
+    loop.Run.__post_init__ = begin_saving_often
+    pretrain.FeatureCache.fill, pretrain.BLOCK = functools.partialmethod(fill, every=0), 32
     small = pretrain.make_backbone
     pretrain.make_backbone = lambda name, shape, generator=None, width=None: small(
         name, shape, generator=generator, width=width or 4
@@ -139,7 +143,7 @@ def note_states(path):
             meta = dict(history=self.history.asdict(), window=dict(sums=self.window.sums, count=self.window.count))
             with open(path, "a") as f:
                 f.write(
-                    f"{self.keeper.checkpoints.dir.name}/step-{self.n:09d} {fingerprint(self.trainee.tensors(), meta)}\n"
+                    f"{self.checkpoints.dir.name}/step-{self.n:09d} {fingerprint(self.trainee.state_dict(), meta)}\n"
                 )
 
         return wrapped
@@ -154,7 +158,7 @@ def die():
 
 PLACES = {
     "step": (loop.Run, "step"),
-    "write": (checkpoints, "_raw"),
+    "write": (checkpoints, "safetensors_bytes"),
     "sync": (os, "fsync"),
     "rename": (os, "replace"),
     "trajectory": (MetaTest, "run"),
@@ -288,7 +292,7 @@ def before_newest(folder):
     if not states:
         return []
     history = load_tensors(states[-1])[1]["meta"]["history"]
-    needed = loop.weights_named(loop.History(**history))
+    needed = loop.History(**history).needed_weights()
     return [*states[:-1], *(p for p in folder.glob("weights-*") if int(p.stem.rpartition("-")[2]) not in needed)]
 
 

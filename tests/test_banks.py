@@ -262,7 +262,7 @@ def test_cifar_fs_has_the_hash_that_records_carry():
     "Kept records are found by the hash of their data."
     if not os.environ.get("AIM_DATA") or not (bank_dir("cifar100") / "bank.json").exists():
         pytest.skip("no bank of cifar100 below $AIM_DATA")
-    records = Path(__file__).parents[1].glob("results/fewshot-cifar-fs-*paper*.json")
+    records = Path(__file__).parents[1].glob("results/fewshot/cifar-fs/*paper*.json")
     assert {json.loads(p.read_text())["data_sha"] for p in records} == {open_bank("cifar-fs").sha}
 
 

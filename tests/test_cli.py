@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
-from aim_nb import cli, config
+from aim_nb import cli, config, core
 from aim_nb.cli import app
+from aim_nb.engine import notebook_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = sorted(p for p in (ROOT / "nbs").glob("[23][0-9]_*.ipynb"))
@@ -269,7 +271,7 @@ def bare(*args, cwd):
     "line", ["report", "report --runs", "data prepare glyphs --root data", f"run {ROOT / 'nbs/20_fewshot.ipynb'}"]
 )
 def test_without_the_extras_one_line_names_what_to_install(line, tmp_path):
-    assert "pip install 'aim_nb[notebooks]'" in one_line(bare(*line.split(), cwd=tmp_path))
+    assert "[notebooks]'" in one_line(bare(*line.split(), cwd=tmp_path))
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and not p.name.endswith(".lock")]
 
 
@@ -306,3 +308,178 @@ def test_keep_needs_records_and_filters(tmp_path, monkeypatch):
     assert "no record" in one_line(call("keep"))
     assert "field=value" in one_line(call("keep", "glyphs"))
     assert "seed=--5" in one_line(call("keep", "seed=--5"))
+
+
+def test_keep_alone_lists_and_an_unknown_field_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
+    kept = sorted((ROOT / "results").rglob("fewshot-glyphs-sib-quick-*.json"))[:2]
+    (tmp_path / "runs/records").mkdir(parents=True)
+    for path in kept:
+        shutil.copy(path, tmp_path / "runs/records")
+    done = call("keep")
+    assert done.exit_code == 2 and done.output.count("there is ") == 2
+    assert "say which of the 2 records to keep" in done.output.splitlines()[-1]
+    assert "no record has a field 'sead' (did you mean seed?)" in one_line(call("keep", "sead=0"))
+    done = call("keep", "n_shot=1", "--dry-run")
+    assert done.exit_code == 0 and done.output.count("would keep ") == 1
+
+
+# where numbers come from
+
+
+def test_a_run_that_is_recorded_says_so_before_its_numbers(tmp_path, monkeypatch):
+    from aim_nb.engine.plans import where_from
+    from aim_nb.engine.train_continual import run_continual
+    from aim_nb.engine.train_fewshot import run_fewshot
+
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
+    kept = dict(dataset="glyphs", budget="quick")
+    said = where_from(run_fewshot, [dict(kept, method=m, n_shot=n) for m in ("sib", "sib+aim") for n in (1, 5)])
+    assert re.fullmatch(
+        r"4 of 4 runs read from results/, made on \d+ \w+ 20\d\d( to .*)? by (commit \w+|\d+ commits); --fresh .* computes them here",
+        said,
+    )
+    said = where_from(run_fewshot, [dict(kept, method="sib", seed=s, n_shot=1) for s in (0, 99)]).splitlines()
+    assert said[0].startswith("1 of 2 runs read from results/") and said[1].startswith(
+        "1 of 2 runs computed here; about"
+    )
+    monkeypatch.setenv("AIM_FRESH", "1")
+    assert where_from(run_continual, [dict(kept, method="oml")]) == "1 run, computed here (--fresh)"
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
+def test_every_experiment_says_where_its_numbers_come_from(path):
+    cells = [c for c in nbformat.read(path, 4).cells if "summary" in c.metadata.get("tags", [])]
+    assert any("print(where_from(" in c.source for c in cells)
+
+
+def test_a_dry_run_leaves_out_what_is_recorded(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
+    known = call("run", "20_fewshot", "--dry-run").output
+    assert "6 runs: 6 done\n" in known and "on one core" not in known
+    more = call("run", "20_fewshot", "-p", "seeds", "0,77", "--dry-run").output
+    assert "12 runs: 6 done, 6 to do\n" in more and "on one core" in more
+
+
+# checked before anything starts
+
+
+@pytest.mark.parametrize("flags", [("--dry-run",), ()], ids=["planned", "started"])
+def test_missing_data_is_said_without_waiting_for_torch(flags, tmp_path):
+    code = "import sys\nfrom aim_nb.cli import app\ntry: app(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", "20_fewshot", "-p", "dataset", "mini-imagenet", *flags],
+        cwd=tmp_path,
+        env={**os.environ, "AIM_DATA": str(tmp_path / "data"), "AIM_RUNS": str(tmp_path / "runs")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "Looked for" in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == "False\n" and files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "pair, says",
+    [
+        (("dataset", "folder:/no/such/folder"), "/no/such/folder has no folder 'train'"),
+        (("device", "cuda:77"), "device='cuda:77' is not available here"),
+        (("device", "gpu"), "choose one of auto, cpu, cuda, cuda:1, mps"),
+        (("shots", "6"), "the train split of glyphs: class 0 "),
+        (("dataset", "omiglot"), "did you mean omniglot?"),
+        (("shot", "1"), "did you mean shots?"),
+        (("data_root", "~nosuchuser"), "~nosuchuser is not a user of this machine"),
+        (("data_root", "x" * 300), "too long for a file name"),
+    ],
+)
+def test_what_can_be_checked_is_checked_in_a_dry_run_too(pair, says, monkeypatch, tmp_path):
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
+    for flags in (("--dry-run",), ()):
+        assert says in one_line(call("run", "20_fewshot", "-p", *pair, *flags))
+    assert files(tmp_path) == []
+
+
+def test_a_device_is_a_parameter(monkeypatch):
+    assert re.search(r"^ \* device +cpu ", call("run", "20_fewshot", "--device", "cpu", "--dry-run").output, re.M)
+
+
+STRANGE = [
+    (("run", "x" * 300), "there is no notebook"),
+    (("run", "x" * 300 + ".ipynb"), "there is no notebook"),
+    (("sweep", "x" * 300), "there is no plan"),
+    (("sweep", "few-shot-cifar-fs-con4"), "did you mean few-shot-cifar-fs-conv4?"),
+    (("data", "prepare", "glyphs", "--root", "~nosuchuser/data"), "~nosuchuser is not a user"),
+    (("data", "list", "--root", "x" * 300), "too long for a file name"),
+    (("run", "no\udcffname"), "is not UTF-8 text"),
+]
+
+
+@pytest.mark.parametrize("line, says", STRANGE, ids=[f"{line[0]}-{says[:20]}" for line, says in STRANGE])
+def test_strange_names_are_one_sentence(line, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("AIM_RUNS", str(tmp_path / "runs"))
+    text = one_line(call(*line))
+    assert says in text and len(text) < 600
+    assert files(tmp_path) == []
+
+
+def test_a_dangling_link_as_the_place_of_runs_is_one_sentence(toy, monkeypatch):
+    (toy / "link").symlink_to(toy / "nowhere/far")
+    monkeypatch.setenv("AIM_RUNS", str(toy / "link"))
+    done = call("run", toy / "toy.ipynb")
+    assert done.exit_code == 2 and "cannot be written" in done.output.splitlines()[-1]
+
+
+def test_the_death_of_a_kernel_says_what_to_look_at(toy, monkeypatch):
+    nb = nbformat.read(toy / "toy.ipynb", 4)
+    nb.cells[1].source = "import os\nos.kill(os.getpid(), 9)"
+    nbformat.write(nb, toy / "dies.ipynb")
+    monkeypatch.setenv("AIM_RUNS", str(toy / "runs"))
+    done = call("run", toy / "dies.ipynb")
+    assert done.exit_code == 1 and "Traceback" not in done.output
+    assert re.search("^aim-nb: the kernel died.*free -h.*resume", done.output, re.M), done.output
+
+
+# other places and installations
+
+
+def test_from_any_directory_of_an_editable_install(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AIM_RUNS", raising=False)
+    done = call("run", "20_fewshot", "--dry-run")
+    assert done.exit_code == 0 and f"would write {ROOT}/runs/notebooks/20_fewshot-" in done.output
+    assert "runs: " in call("sweep", "few-shot-cifar-fs-conv4", "--dry-run").output
+    assert files(tmp_path) == []
+
+
+def test_a_wheel_says_how_to_get_notebooks_and_kept_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for module in (core, cli, notebook_runs):
+        monkeypatch.setattr(module, "find_clone", lambda: None)
+    text = one_line(call("run", "20_fewshot"))
+    assert "a wheel brings none" in text and "pip install -e '.[notebooks]'" in text
+    assert core.how_to_install("sweep") == "pip install 'aim_nb[sweep]'"
+    assert "results/ comes with a clone" in one_line(call("report"))
+
+
+def test_version_and_a_near_command():
+    assert re.fullmatch(r"aim-nb \d+\.\d+\.\d+\n", call("--version").output)
+    done = call("rum")
+    assert done.exit_code == 2 and "run" in done.output.splitlines()[-1].replace("rum", "")
+
+
+def test_plain_papermill_shows_progress(tmp_path):
+    "Its terminal gets the bar that a kernel would otherwise only store in the notebook."
+    nb = nbformat.v4.new_notebook(metadata={"kernelspec": KERNEL})
+    nb.cells = [
+        nbformat.v4.new_code_cell("from aim_nb.core import progress\nfor i in progress(range(3), desc='adding'): pass")
+    ]
+    nbformat.write(nb, tmp_path / "bar.ipynb")
+    env = {k: v for k, v in os.environ.items() if k not in ("AIM_LIVE", "IN_TEST", "PYTEST_CURRENT_TEST")}
+    done = subprocess.run(
+        [Path(sys.executable).parent / "papermill", "bar.ipynb", "out.ipynb", "--no-progress-bar"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and re.search(r"adding: 100%.*3/3", done.stderr), done.stderr[-2000:]

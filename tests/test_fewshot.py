@@ -1,18 +1,18 @@
 "Few-shot: killed runs resume to the same bits, batched evaluation equals the copies, and both comparisons can fail."
 
-import json, os, signal, subprocess, sys, textwrap
+import copy, json, os, signal, subprocess, sys, textwrap
 from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from aim_nb.aim import AIM, Identity, aim_reference, linear_twin, random_masks
+from aim_nb.aim import AIM, Identity, linear_twin, random_masks
 from aim_nb.engine.checkpoints import Checkpoints
 from aim_nb.core import AimError, key_seed, numpy_rng, torch_rng
 from aim_nb.config import Budget, FEWSHOT_METHODS, Protocol, SWITCHES
-from aim_nb.engine.evaluate import ProductTable, evaluate, evaluate_reference, find_pairs, weighted_sum
+from aim_nb.engine.evaluate import Score, evaluate, with_decision
 from aim_nb.engine.pretrain import features_from_arrays
-from aim_nb.sib import SIBHead, plain_sib
+from aim_nb.kernels.episodes import ProductTable
+from aim_nb.sib import SIBHead, adapted_logits, class_labels, training_step
 from aim_nb.data.tasks import draw_episodes
 from aim_nb.engine.train_fewshot import FewshotTrainee, Rates, fewshot_identity, make_layer, train_fewshot
 
@@ -51,6 +51,20 @@ def models(dtype=torch.float64, d=10, **kw):
     }
 
 
+def evaluate_reference(layer, head, x, episodes, adapt=True, lr=3e-3, decision=None, masks=None):
+    "Episode by episode, by the plain definition: copy the layer, one SGD step on the support loss, infer."
+    layer = with_decision(layer, decision, masks, len(x))
+    logits = []
+    for support, query in zip(episodes.support, episodes.query):
+        rows = torch.as_tensor(np.concatenate([support.ravel(), query.ravel()]))
+        n = support.size
+        ranks = (None, None) if masks is None else (masks[rows[:n]], masks[rows])
+        logits.append(adapted_logits(layer, head, x[rows], n, lr if adapt else 0.0, ranks))
+    logits = torch.stack(logits)
+    right = logits.argmax(-1) == class_labels(head.n_way, logits.shape[1])
+    return Score(right.double().mean(-1).mul(100).numpy(), logits)
+
+
 # ---------------------------------------------------------------- evaluation
 @pytest.mark.parametrize("n_shot", [1, 3])
 @pytest.mark.parametrize("adapt", [True, False])
@@ -85,17 +99,18 @@ def test_evaluate_variants_of_aim(kw):
 def test_product_table_under_any_memory_limit():
     x, g = world().tensor("val"), torch_rng(0)
     W = torch.randn(5, 10, 3, generator=g)
-    for limit in (12, 12 * 7, 2**20):
-        table = ProductTable(x, W, limit)
-        for k in range(6):
-            rows, mask, a = (
-                torch.randint(len(x), (9,), generator=g),
-                torch.rand(9, 5, generator=g) > 0.5,
-                torch.rand(9, 5, generator=g),
-            )
+    kept = torch.rand(len(x), 5, generator=g) > 0.5
+    for limit in (0, 12 * 70, 2**20):
+        table = ProductTable(x, W, kept, limit)
+        for _ in range(6):
+            rows = torch.randint(len(x), (9,), generator=g)
+            mask = torch.rand(9, 5, generator=g) > 0.5
             mask[0] = False  # a row that uses nothing
-            want = torch.einsum("rm,rd,mdv->rv", a * mask, x[rows], W)
-            assert torch.allclose(weighted_sum(table, find_pairs(table, rows, mask), a), want, atol=1e-5)
+            a, gy = torch.rand(9, 5, generator=g), torch.rand(9, 3, generator=g)
+            products = torch.einsum("rd,mdv->rmv", x[rows], W)
+            assert torch.allclose(table.sum(rows, a, mask), torch.einsum("rm,rmv->rv", a * mask, products), atol=1e-5)
+            slopes = torch.einsum("rv,rmv->rm", gy, products) * mask
+            assert torch.allclose(table.slopes(rows, gy, mask), slopes, atol=1e-5)
 
 
 def test_evaluate_refuses_unknown_layers_and_decisions():
@@ -191,34 +206,59 @@ def test_the_comparison_can_fail(tmp_path):
     assert a.metrics != b.metrics and any(not torch.equal(ta[k], tb[k]) for k in ta)
 
 
-@pytest.mark.parametrize("lost", ["momentum", "queries.q", "queries.s", "queries.G", "frame.0", "frame.1"])
+def fresh_trainee(world_=None, layer=None, **kw):
+    return FewshotTrainee(
+        layer or make_layer("sib+aim", 10, **SMALL),
+        SIBHead(12, generator=torch_rng(0)),
+        world_ or world(),
+        **{**dict(rates=Rates(0.02, 0.05, 0.01, 0.9, 5e-4), n_query=5, val_episodes=3), **kw},
+    )
+
+
+def same_weights(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.weights().values(), b.weights().values()))
+
+
+@pytest.mark.parametrize("lost", ["momentum", "layer.h", "layer.W_Q", "head.w", "head.dni.W1"])
 def test_every_part_of_the_state_matters(lost):
-    "A state taken in the middle of a later block leads on to the same bits; one with other momentum (or other queries in memory) leads elsewhere."
-
-    def fresh():
-        return FewshotTrainee(
-            make_layer("sib+aim", 10, **SMALL),
-            SIBHead(12, generator=torch_rng(0)),
-            world(),
-            rates=Rates(0.02, 0.05, 0.01, 0.9, 5e-4),
-            n_query=5,
-            val_episodes=3,
-        )
-
-    one = fresh()
-    [one.step(i) for i in range(12)]
-    state = {k: v.clone() for k, v in one.tensors().items()}
-    assert state["again"].tolist() == [8, 4] and one.block == 8
-    same, other = fresh(), fresh()
-    same.load(state)
-    other.load({**state, lost: state[lost] + 0.1})
+    "A state taken in the middle of a run leads on to the same bits; one with other momentum or weights leads elsewhere."
+    one, same, other = fresh_trainee(), fresh_trainee(), fresh_trainee()
+    for i in range(12):
+        one.step(i)
+    state = {k: v.clone() for k, v in one.state_dict().items()}
+    same.load_state_dict(state)
+    other.load_state_dict({**state, lost: state[lost] + 0.1})
     for t in (one, same, other):
-        [t.step(i) for i in range(12, 18)]
+        for i in range(12, 18):
+            t.step(i)
+    assert same_weights(one, same) and not same_weights(one, other)
+    assert torch.equal(one.used, same.used)
 
-    def equal(s, t):
-        return all(torch.equal(a, b) for a, b in zip(s.weights().values(), t.weights().values()))
 
-    assert equal(one, same) and not equal(one, other)
+def test_a_checkpoint_of_version_0_1_goes_on():
+    "It held h and W_Q as coordinates in the basis of W_Q's columns and h, and the state at the start of a block with the episodes to play again."
+    one, other = fresh_trainee(), fresh_trainee()
+    for i in range(8):
+        one.step(i)
+    state = {k: v.clone() for k, v in one.state_dict().items()}
+    M, _, d_k = state["layer.W_Q"].shape
+    width = 1 + d_k + -(1 + d_k) % 8
+    turn = torch.eye(width).repeat(M, 1, 1) + 0.01 * torch.randn(M, width, width, generator=torch_rng(1))
+    turn[:, 1 + d_k :] = 0
+    turn[:, :, 1 + d_k :] = 0
+    basis = torch.cat([state["layer.W_Q"], state["layer.h"][:, :, None]], 2).double()
+    old = torch.linalg.solve(turn[:, : 1 + d_k, : 1 + d_k].double().mT, basis.mT).mT.float()  # old @ turn = basis
+    state |= {"layer.W_Q": old[:, :, :d_k].clone(), "layer.h": old[:, :, d_k].clone()}
+    state |= {"frame.0": turn[:, :, d_k].clone(), "frame.1": turn[:, :, :d_k].mT.clone()}
+    state |= {"again": torch.tensor([8, 3]), "queries.q": torch.zeros(M, d_k)}
+    other.load_state_dict(state)
+    for i in range(8, 11):
+        one.step(i)
+    gaps = [(a - b).abs().max().item() for a, b in zip(one.weights().values(), other.weights().values())]
+    assert max(gaps) < 1e-3
+    state["frame.0"] = state["frame.0"] * 1.1
+    other.load_state_dict(state)
+    assert (one.layer.h - other.layer.h).abs().max() > 1e-2
 
 
 # ---------------------------------------------------------------- masks: who chooses the mechanisms
@@ -235,24 +275,17 @@ def double(mask, **kw):
 
 
 def plain_step(trainee, i, masks):
-    "Weights of AIM after one training step on episode i by the plain equations and autograd, from those of `trainee`."
-    layer, head, t = trainee.layer, trainee.head, trainee.t
+    "Weights of AIM after one training step on episode i by the plain definition, from those of `trainee`."
+    layer, head = copy.deepcopy(trainee.layer), copy.deepcopy(trainee.head)
     z, images = trainee.feed.episode(i)
+    n = trainee.feed.n_support
     g = torch_rng(trainee.seed, "ranks", i)
-    drawn = [layer.draw_ranks(g, n) for n in (t.n, len(z))]
-
-    def loss(w, n, ranks, labels):
-        out = aim_reference(z[:n], **w, K=layer.K, ranks=ranks if masks is None else masks[images[:n]])
-        queries = out if n == t.n else out[t.n :]
-        return F.cross_entropy(plain_sib(head.params(), t.A, out[: t.n], queries, head.steps, head.eps), labels)
-
-    def step(w, lr, *args):
-        grads = torch.autograd.grad(loss(w, *args), list(w.values()))
-        return {k: (v - lr * d).detach().requires_grad_() for (k, v), d in zip(w.items(), grads)}
-
-    w = {k: v.detach().clone().requires_grad_() for k, v in layer.named_parameters()}
-    w = step(w, RATES.nu_in, t.n, drawn[0], t.Ys.argmax(1))
-    return step(w, RATES.nu_out, len(z), drawn[1], t.Yq.argmax(1))
+    ranks = [layer.draw_ranks(g, rows) for rows in (n, len(z))]
+    if masks is not None:
+        ranks = masks[images[:n]], masks[images]
+    optimizer = torch.optim.SGD(head.parameters(), RATES.nu_sib)
+    training_step(layer, head, z, n, optimizer, RATES.nu_in, RATES.nu_out, ranks)
+    return {k: v.detach() for k, v in layer.named_parameters()}
 
 
 def masks_of(layer, mask, split, seed=0):
@@ -302,7 +335,7 @@ def test_only_the_fixed_mechanisms_move():
         t = FewshotTrainee(layer, SIBHead(12, generator=torch_rng(0)), world(), rates=RATES, n_query=5, val_episodes=3)
         before = {k: v.clone() for k, v in t.weights().items()}
         [t.step(i) for i in range(20)]
-        t.validate(20)
+        t.evaluate(20)
         [t.step(i) for i in range(20, 30)]
         after = t.weights()
         same = [
@@ -317,9 +350,9 @@ def test_views_of_an_image_share_its_mechanisms():
     t = double("random")
     seen = {}
     for i in range(30):
-        t.step(i)
-        images, mask = t.feed.episode(i)[1].tolist(), t.run.ranks[t.count - 1]
-        for image, m in zip(images, mask.tolist()):
+        images = t.feed.episode(i)[1]
+        _, mask = t.choices(i, images)
+        for image, m in zip(images.tolist(), mask.tolist()):
             assert seen.setdefault(image, m) == m
     assert len(seen) > 100 and len({tuple(m) for m in seen.values()}) > 10
 
@@ -339,7 +372,6 @@ def test_masks_are_told_apart_and_refused():
     for decision in ("soft", "soft-test"):
         with pytest.raises(AimError, match="mask='attended'"):
             make_layer("sib+aim", 10, protocol=with_mask("random", decision=decision), **SMALL)
-        make_layer("sib+linear", 10, protocol=with_mask("random", decision=decision), **SMALL)
 
 
 # ---------------------------------------------------------------- training: what it does, what it refuses
@@ -383,7 +415,7 @@ def test_collapse_is_said():
         layer.W_Q.zero_()  # all scores one half: everybody takes the same K
     t = FewshotTrainee(layer, SIBHead(12), world(), n_query=5, val_episodes=3, rates=Rates(0.0, 0.0, 0.01, 0.9, 5e-4))
     with pytest.warns(UserWarning, match="collapsed"):
-        t.validate(1)
+        t.evaluate(1)
 
 
 def test_clear_errors():

@@ -74,8 +74,8 @@ def forget(method):
     if method != "sib+aim":
         train_continual.load_optimizer = lambda optimizer, tensors: None
         return
-    load = train_fewshot.FewshotModel.load
-    train_fewshot.FewshotModel.load = lambda self, t: load(self, {**t, "momentum": t["momentum"] * 0})
+    load = train_fewshot.FewshotTrainee.load_state_dict
+    train_fewshot.FewshotTrainee.load_state_dict = lambda self, t: load(self, {**t, "momentum": t["momentum"] * 0})
 
 
 @pytest.mark.both

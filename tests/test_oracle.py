@@ -4,7 +4,6 @@ The numbers in tests/data were computed by the authors' modules. Each comparison
 and then it has to fail: what passes here cannot pass by being blind.
 """
 
-import inspect
 import re
 from pathlib import Path
 
@@ -15,8 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from aim_nb.engine import metatest as ec
-from aim_nb.anml import ANML, anml_loss
-from aim_nb.oml import OML, oml_loss
+from aim_nb.anml import ANML
+from aim_nb.kernels.fastweights import anml_loss, oml_loss
+from aim_nb.oml import OML, meta_loss
 from aim_nb.data.tasks import Trajectory
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -95,9 +95,9 @@ def test_every_stored_parameter_has_its_place(kind, oracle):
 
 
 def three_steps(
-    kind, stored, slow_set="all", order="first", fast_set="release", ranks_off=0, same_row=True, **switches
+    kind, stored, plain=False, slow_set="all", order="first", fast_set="release", ranks_off=0, same_row=True, **switches
 ):
-    "Three outer steps on the stored images and draws: the losses, the accuracies and the parameters after them."
+    "Three outer steps on the stored images and draws, plain or fast: losses, accuracies and the parameters after them."
     net = network(kind, at(stored, "start/"), **switches)
     slow = [p for n, p in net.named_parameters() if slow_set == "all" or n.startswith(net.slow)]
     opt, losses, hits = torch.optim.Adam(slow, lr=1e-3), [], []
@@ -110,11 +110,12 @@ def three_steps(
         net.tail.layer.draw_ranks = lambda generator=None, rows=None, ranks=ranks: next(ranks)
         x = three_channels(torch.cat([part["random_images"], part["trajectory_images"]]))
         y = torch.cat([part["random_labels"], part["class"].expand(5)])
-        loss, logits, _ = (
-            oml_loss(net, x, y, 5, order=order)
-            if kind == "oml"
-            else anml_loss(net, x, y, 5, order=order, fast_set=fast_set)
-        )
+        if plain:
+            loss, logits = meta_loss(net, x, y, 5, order=order, fast_set=fast_set)
+        elif kind == "oml":
+            loss, logits = oml_loss(net, x, y, 5, order=order)
+        else:
+            loss, logits = anml_loss(net, x, y, 5, order=order, fast_set=fast_set)
         assert next(ranks, None) is None, "five inner steps and the meta-batch use up the stored ranks"
         opt.zero_grad()
         loss.backward()
@@ -129,8 +130,9 @@ def stored_steps(stored):
 
 
 @both
-def test_three_outer_steps_are_the_authors(kind, oracle):
-    measured, weights = three_steps(kind, oracle[kind])
+@pytest.mark.parametrize("plain", (True, False), ids=("plain", "fast"))
+def test_three_outer_steps_are_the_authors(kind, plain, oracle):
+    measured, weights = three_steps(kind, oracle[kind], plain)
     far = furthest(measured, stored_steps(oracle[kind])), furthest(weights, at(oracle[kind], "step2/after/"))
     print(f"{kind}: measured {far[0]}, parameters {far[1]}")
     assert max(far)[0] < SAME, far
@@ -160,24 +162,22 @@ def test_outer_steps_with_one_switch_changed_are_not_the_authors(kind, switch, o
 class Exam:
     "The stored meta-test of one network: what it starts from and what it came to."
 
-    def __init__(self, kind, stored, monkeypatch, **switches):
+    def __init__(self, kind, stored, **switches):
         self.kind, self.images, self.lr = kind, three_channels(stored["test/images"]), float(stored["test/lr"])
         self.net = network(kind, at(stored, "step2/after/"), **switches).eval()
         rows = np.arange(20).reshape(4, 5)
         self.trajectory = Trajectory(stored["test/labels"].numpy()[::5], rows, rows)
         self.labels, self.head = stored["test/labels"], stored["test/head"]
         self.logits, self.after = stored["test/logits"], at(stored, "step2/after/", "test/after/")
-        self.monkeypatch = monkeypatch
-        monkeypatch.setattr(ec, "fresh_head", lambda d, n_out, key: self.head.clone())
 
     def take(self, rows):
         return self.images[torch.as_tensor(np.asarray(rows))]
 
-    def frozen(self, vectors):
-        return ec.Frozen(vectors.detach(), np.arange(20))
+    def cache(self, vectors):
+        return ec.FeatureCache(20, vectors.detach().__getitem__)
 
     def plain(self, kept=("tail.reduce",), stochastic=False):
-        "Adam on what is fast, written out with nothing of `evaluate_continual`; ANML keeps `kept` as it is."
+        "Adam on what is fast, written out with nothing of `metatest`; ANML keeps `kept` as it is."
         net, fast = self.net, self.net.fast_names("release")
         with torch.no_grad():
             net.tail.fc.weight.copy_(self.head)
@@ -192,52 +192,33 @@ class Exam:
             opt.step()
         return net(self.images).detach(), parameters(net)
 
-    def reference(self, **kw):
+    def reference(self, update="fast", fast_set="release"):
         "`metatest_reference`."
-        _, net = ec.metatest_reference(
-            self.net,
-            self.take,
-            self.trajectory,
-            self.lr,
-            [4],
-            (),
-            **{"update": "fast", "fast_set": "release"} | self.freezing(ec.metatest_reference) | kw,
-        )
+        _, net = ec.metatest_reference(self.net, self.take, self.trajectory, self.lr, [4], self.head, update, fast_set)
         return net(self.images).detach(), parameters(net)
 
-    def quick(self, adam="exact", **kw):
-        "`run_tails` and `run_anml`, as the meta-test of a run calls them."
-        made, run, args = {}, ec.run_tails, [self.net.tail, self.frozen(self.net.features(self.images))]
+    def quick(self, adam="exact", fast_set="release"):
+        "The learners that a run's meta-test uses."
+        net = self.net
+        if self.kind == "oml":
+            learner = ec.TailLearner(net.tail, self.cache(net.features(self.images)), self.lr, self.head, adam)
+        else:
+            gates = self.cache(net.modulation(self.images))
+            learner = ec.ANMLLearner(net, self.take, gates, self.lr, self.head, fast_set, adam)
+        ec.follow(learner, self.trajectory, [4])
+        return learner.logits(np.arange(20)), parameters(net) | self.moved(learner)
+
+    def moved(self, learner):
+        "What the learner moved, as it is at the end."
+        tail = learner.tail
+        values = tail.tensors.values
+        values = {stored_name(n): as_stored(n, v) for n, v in values.items() if not n.startswith("W_M.")}
+        values["aim.W_M"] = tail.layer.mechanisms()
         if self.kind == "anml":
-            gates = self.net.modulation(self.images).detach()
-            run, args = ec.run_anml, [self.net, self.frozen(gates), self.take]
-            kw = {"fast_set": "release"} | self.freezing(ec.run_anml) | kw
-        for part in ("AdamTail", "AdamP"):  # they are made inside; keep them to look at
-            make = getattr(ec, part)
-            self.monkeypatch.setattr(
-                ec, part, lambda *a, part=part, make=make, **k: made.setdefault(part, make(*a, **k))
-            )
-        run(*args, [self.trajectory], [self.lr], [4], [()], adam=adam, **kw)
-        tail, p = made["AdamTail"], made.get("AdamP")
-        features = self.net.features(self.images).detach() if p is None else p(self.images) * gates
-        return tail.batch(features), parameters(self.net) | self.moved(tail, p)
-
-    def moved(self, tail, p):
-        "What the fast path moved, as it is at the end."
-        values = {stored_name(n): as_stored(n, v) for n, v in tail.moving.p.items() if not n.startswith("W_M.")}
-        W_M = self.net.tail.layer.W_M.detach().clone()
-        for m in tail.layer.own:
-            W_M[m] = tail.layer.mechanism(m, tail.layer.t)
-        values["aim.W_M"] = W_M
-        if p is not None:
-            last = "" if len(p.fast.fast) > 2 else f"blocks.{len(self.net.p.blocks) - 1}.norm."
-            values |= {stored_name(f"p.{last}{n}"): v.detach() for n, v in p.fast.fast.items()}
+            p = learner.p
+            prefix = "p.blocks." if p.whole else f"p.blocks.{len(self.net.p.blocks) - 1}.norm."
+            values |= {stored_name(prefix + n): v.detach() for n, v in p.fast.items()}
         return values
-
-    @staticmethod
-    def freezing(function):
-        "The argument by which a function is asked to leave ANML's reduce layer alone, if it has one."
-        return {"freeze_reduce": True} if "freeze_reduce" in inspect.signature(function).parameters else {}
 
     def far(self, logits, after):
         "The largest difference of logits and of parameters."
@@ -250,7 +231,7 @@ def agree(exam, logits, after):
         moved = float((after["reduce.weight"] - exam.after["reduce.weight"]).abs().max())
         assert not moved, (
             f"the authors freeze ANML's reduce layer at meta-test, but it moved by up to {moved:.1e}: with "
-            "fast_set='release' metatest_reference has to leave tail.reduce out of its Adam, and run_anml has to "
+            "fast_set='release' PlainLearner has to leave tail.reduce out of its Adam, and ANMLLearner has to "
             "make its AdamTail with freeze_reduce=True"
         )
     assert after.keys() == exam.after.keys()
@@ -261,16 +242,16 @@ def agree(exam, logits, after):
 
 @both
 @pytest.mark.parametrize("way", ("plain", "reference", "quick"))
-def test_the_meta_test_is_the_authors(kind, way, oracle, monkeypatch):
-    exam = Exam(kind, oracle[kind], monkeypatch)
+def test_the_meta_test_is_the_authors(kind, way, oracle):
+    exam = Exam(kind, oracle[kind])
     agree(exam, *getattr(exam, way)())
 
 
 @both
 @pytest.mark.parametrize("way", ("plain", "reference", "quick"))
 @pytest.mark.parametrize("switch", (dict(gate="sigmoid"), dict(norm="instance")), ids=switch_name)
-def test_a_meta_test_with_another_network_is_not_the_authors(kind, way, switch, oracle, monkeypatch):
-    exam = Exam(kind, oracle[kind], monkeypatch, **switch)
+def test_a_meta_test_with_another_network_is_not_the_authors(kind, way, switch, oracle):
+    exam = Exam(kind, oracle[kind], **switch)
     logits, weights = exam.far(*getattr(exam, way)())
     assert logits[0] > OTHER and weights[0] > OTHER
 
@@ -290,16 +271,16 @@ def test_a_meta_test_with_another_network_is_not_the_authors(kind, way, switch, 
     ],
     ids=switch_name,
 )
-def test_a_meta_test_with_one_switch_changed_is_not_the_authors(kind, way, switch, oracle, monkeypatch):
-    exam = Exam(kind, oracle[kind], monkeypatch)
+def test_a_meta_test_with_one_switch_changed_is_not_the_authors(kind, way, switch, oracle):
+    exam = Exam(kind, oracle[kind])
     logits, weights = exam.far(*getattr(exam, way)(**switch))
     assert logits[0] > OTHER and weights[0] > OTHER
 
 
 @both
 @pytest.mark.parametrize("way", ("plain", "reference", "quick"))
-def test_a_meta_test_at_another_rate_or_order_is_not_the_authors(kind, way, oracle, monkeypatch):
-    slower, swapped = (Exam(kind, oracle[kind], monkeypatch) for _ in range(2))
+def test_a_meta_test_at_another_rate_or_order_is_not_the_authors(kind, way, oracle):
+    slower, swapped = (Exam(kind, oracle[kind]) for _ in range(2))
     slower.lr *= 0.999
     assert min(slower.far(*getattr(slower, way)()))[0] > OTHER
     swapped.images = swapped.images[[1, 0, *range(2, 20)]]

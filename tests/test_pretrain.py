@@ -18,8 +18,13 @@ from aim_nb.data.files import Bank
 from aim_nb.engine.checkpoints import load_tensors
 from aim_nb.core import AimError, numpy_rng
 from aim_nb.config import Budget
-from aim_nb.engine.pretrain import feature_bank, features_from_arrays, fill_array, pretrained_backbone
+from aim_nb.engine.pretrain import FeatureCache, feature_bank, features_from_arrays, pretrained_backbone
 from aim_nb.data.tasks import draw_episodes
+
+
+def fill_array(folder, shape, make, **kw):
+    return FeatureCache(folder, shape).fill(make, **kw)
+
 
 BUDGET = Budget("smoke", "fewshot", 0, 0, val_episodes=20, pretrain_epochs=8)
 
@@ -49,23 +54,18 @@ class Killer:
 def pretrain_and_fill(runs, death):
     "In a child: pretrain and compute features, saving often, and die where told."
     os.environ["AIM_RUNS"] = str(runs)
-    loop, fill, maker = pretrain.run_loop, pretrain.fill_array, pretrain.view_maker
+    loop, fill, make = pretrain.run_loop, pretrain.FeatureCache.fill, pretrain.block_features
     blocks = [0]
 
-    def watched_maker(*args):
-        make = maker(*args)
-
-        def watched(start, stop):
-            blocks[0] += 1
-            if death == f"block:{blocks[0]}":
-                die()
-            return make(start, stop)
-
-        return watched
+    def watched(*args):
+        blocks[0] += 1
+        if death == f"block:{blocks[0]}":
+            die()
+        return make(*args)
 
     pretrain.run_loop = lambda *args, **kw: loop(*args, save_every=2, **kw)
-    pretrain.fill_array = lambda *args, **kw: fill(*args, every=0, **kw)
-    pretrain.view_maker = watched_maker
+    pretrain.FeatureCache.fill = lambda *args, **kw: fill(*args, every=0, **kw)
+    pretrain.block_features = watched
     pretrain.BLOCK = 16
     bank = toy_bank()
     net, _ = pretrained_backbone(bank, "conv4", BUDGET, width=4, callbacks=[Killer(death)])
@@ -127,7 +127,7 @@ def test_shipped_weights_are_found(bank, tmp_path, monkeypatch):
     (own,) = (tmp_path / "runs" / "backbones").glob("*.safetensors")
     (tmp_path / "package" / "weights").mkdir(parents=True)
     own.rename(tmp_path / "package" / "weights" / own.name)
-    monkeypatch.setattr(pretrain, "files", lambda package: tmp_path / "package")
+    monkeypatch.setattr(pretrain, "SHIPPED", tmp_path / "package" / "weights")
     _, found = pretrained_backbone(bank, "conv4", BUDGET, width=4)
     assert found["source"] == "shipped" and found["sha"] == info["sha"]
 
@@ -229,7 +229,7 @@ def numbers(start, stop):
 SHAPE = (1000, 2, 4)
 WHOLE = numbers(0, 1000).numpy()
 CALLS = {
-    "array created": (pretrain, "_reserve"),
+    "array created": (FeatureCache, "reserve"),
     "space reserved": (os, "posix_fallocate"),
     "flushed": (np.memmap, "flush"),
     "noted": (pretrain, "atomic_write"),
@@ -419,9 +419,9 @@ def test_modules_that_differ_in_a_flag_have_keys_of_their_own(bank):
     assert len(set(shas)) == 3 and shas[0] == shas[3]
     banks = [feature_bank(net, bank, ("test",)) for net, _ in given]
     assert len({f.sha for f in banks}) == 3 and banks[0].sha == banks[3].sha
-    lens = pretrain.Lens(bank)
+    view = pretrain.BankView(bank)
     for (net, _), f in zip(given, banks):
-        direct = pretrain.extract(net, lens, np.concatenate(bank.class_rows("test")))
+        direct = pretrain.extract(net, view, np.concatenate(bank.class_rows("test")))
         assert torch.allclose(f.tensor("test"), direct, atol=1e-5)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from aim_nb.cli import parameters_of
+from aim_nb.engine.notebook_runs import parameters_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(p for p in (ROOT / "nbs").glob("*.ipynb"))

@@ -31,7 +31,7 @@ FIGURES = {
 
 def test_every_experiment_gets_dataset_budget_and_the_papers_shots():
     from reproduce import values
-    from aim_nb.cli import parameters_of
+    from aim_nb.engine.notebook_runs import parameters_of
 
     for path in EXPERIMENTS:
         asked = values(path, "glyphs", "smoke", parameters_of(path))

@@ -1,12 +1,13 @@
-"""`make figures`: write figures/ from code and from the kept records, one file for each label of the paper that has records."""
+"""`make figures`: write figures/ and results/results.csv from code and from the kept records."""
 
 import sys
 from pathlib import Path
 import matplotlib.pyplot as plt
 from aim_nb.report.drawings import draw_aim, draw_applying_aims
-from aim_nb.engine.records import read_records
-from aim_nb.report.findings import all_figures
-from aim_nb.report.figures import save_fig
+from aim_nb.core import atomic_write
+from aim_nb.engine.records import kept_dir, read_records
+from aim_nb.report.figures import all_figures, save_fig
+from aim_nb.report.schema import results_csv
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 
@@ -21,7 +22,9 @@ def write(records, folder):
 
 
 def main():
-    names = write(read_records(), FIGURES)
+    records = read_records()
+    names = write(records, FIGURES)
+    atomic_write(kept_dir() / "results.csv", results_csv(records))
     stale = sorted(p.name for p in FIGURES.iterdir() if p.suffix in (".png", ".svg") and p.stem not in names)
     print(f"figures: {', '.join(names)}")
     if stale:

@@ -38,7 +38,7 @@ def values(path, dataset, budget, known):
 def write_tables(records, folder):
     "Every table that the records fill as a file in `folder`; return their names. The same records make the same files."
     from aim_nb.core import atomic_write
-    from aim_nb.report.findings import table_files
+    from aim_nb.report.tables import table_files
 
     files = table_files(records)
     for name, text in files.items():
@@ -48,7 +48,7 @@ def write_tables(records, folder):
 
 def run(notebooks, dataset, budget):
     "Run the notebooks one after the other; return the names of those that failed."
-    from aim_nb.cli import parameters_of
+    from aim_nb.engine.notebook_runs import parameters_of
 
     failed = []
     for path in notebooks:
@@ -67,9 +67,9 @@ def main():
     parser.add_argument("dataset", help="omniglot, cifar-fs, mini-imagenet or glyphs")
     parser.add_argument("budget", help="smoke, quick, paper or paper@N")
     args = parser.parse_args()
-    from aim_nb.cli import check_values, spell
+    from aim_nb.engine.notebook_runs import check_values, spell
     from aim_nb.core import AimError, runs_dir
-    from aim_nb.report.findings import report_text
+    from aim_nb.report.tables import report_text
     from aim_nb.engine.records import kept_dir, read_records, records_dir
 
     try:

@@ -25,7 +25,6 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 import numpy as np
-import torch
 from PIL import Image, ImageOps
 from ..core import AimError, content_key, data_root
 from ..paper import class_split
@@ -315,6 +314,8 @@ def import_torchvision():
         if "torchvision::nms" not in str(e):
             raise
     if not _DECLARED:
+        import torch
+
         _DECLARED.append(torch.library.Library("torchvision", "DEF"))
         for op in ("nms", "qnms"):
             _DECLARED[0].define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

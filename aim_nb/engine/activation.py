@@ -4,36 +4,35 @@
 
 # %% ../../nbs/68_activation.ipynb #81c898ba
 from __future__ import annotations
+import copy
 import re
 from dataclasses import replace
 import numpy as np
 import torch
-from . import train_continual
-from ..report import figures as viz
-from ..aim import AIM
-from ..data.banks import open_bank
-from ..core import AimError, check_choice, torch_rng
 from ..config import Budget, Protocol
+from ..core import AimError, check_choice
+from ..data.banks import open_bank
+from . import train_continual
+from .checkpoints import log_path, read_log
 from .loop import wants_fresh
-from ..paper import paper_labels
 from .pretrain import feature_bank, pretrained_backbone
 from .records import find_record, new_record, record_key, save_record
-from .train_fewshot import load_fewshot, log_path, make_layer, read_log, run_fewshot
+from .train_fewshot import load_fewshot, make_layer, run_fewshot
+from ..paper import paper_labels
 
 # %% auto #0
-__all__ = ['ALL', 'SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'entropy',
-           'use_entropy', 'class_overlap', 'mean_overlap', 'nearest_classes', 'overlap_figure', 'attention_gap',
-           'attention_roughness', 'mask_numbers', 'activation_numbers', 'bank_of', 'validation_features', 'layer_at',
-           'slow_attention', 'pack', 'unpack', 'picture_arrays', 'activation_record', 'activation_identity', 'slow_log',
-           'fewshot_activation', 'run_with_log', 'continual_activation', 'spare_longer', 'restore_log',
-           'run_continual_with_log', 'number_rows', 'read_activation', 'first_last', 'mask_name', 'short_name',
-           'without', 'Explorer', 'explorer', 'look_figure']
+__all__ = ['ALL', 'SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'use_entropy',
+           'class_overlap', 'mean_overlap', 'nearest_classes', 'attention_gap', 'attention_roughness', 'mask_numbers',
+           'activation_numbers', 'bank_of', 'validation_features', 'layer_at', 'slow_attention', 'pack', 'unpack',
+           'picture_arrays', 'activation_record', 'activation_identity', 'fewshot_activation', 'run_with_log',
+           'continual_activation', 'spare_longer', 'restore_log', 'run_continual_with_log', 'number_rows',
+           'read_activation', 'first_last', 'mask_name', 'short_name', 'without', 'Explorer', 'explorer']
 
 # %% ../../nbs/68_activation.ipynb #fd4f15df
 def class_masks(
     mask,  # (N, M) masks of N images
     labels,  # (N,) their classes, 0 to C-1
-    heatmap="mean",  # mean (the paper's text) | halving (the release)
+    heatmap="mean",  # mean (the paper's text) | halving (the authors' code)
 ) -> np.ndarray:
     "One row a class: the share of its images in which each mechanism is active."
     check_choice("heatmap", heatmap, ("mean", "halving"))
@@ -62,16 +61,11 @@ def dead_mechanisms(mask) -> np.ndarray:  # (C, M)
     return np.flatnonzero((np.asarray(mask) == 0).all(0))
 
 # %% ../../nbs/68_activation.ipynb #574da34f
-def entropy(mask) -> np.ndarray:  # (..., M) mean masks, not negative
-    "Entropy in nats of each row as a distribution over mechanisms; 0 for a row that wakes nothing."
+def use_entropy(mask) -> float:  # (C, M) mean masks
+    "Mean entropy, in nats, of the classes' distributions over mechanisms; 0 for a class that wakes nothing."
     mask = np.asarray(mask, dtype=float)
-    p = mask / np.maximum(mask.sum(-1, keepdims=True), 1e-12)
-    return -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
-
-
-def use_entropy(mask) -> float:  # (C, M)
-    "Mean entropy of use over the classes."
-    return float(entropy(mask).mean())
+    p = mask / np.maximum(mask.sum(1, keepdims=True), 1e-12)
+    return float(-(p * np.log(np.where(p > 0, p, 1))).sum(1).mean())
 
 # %% ../../nbs/68_activation.ipynb #457f911a
 def class_overlap(mask) -> np.ndarray:  # (C, M)
@@ -95,28 +89,6 @@ def nearest_classes(
     "The `n` classes whose use of mechanisms is most like that of class `c`, with their overlap."
     row = class_overlap(mask)[c]
     return [(int(d), float(row[d])) for d in np.argsort(-row, kind="stable") if d != c][:n]
-
-# %% ../../nbs/68_activation.ipynb #8211662c
-@viz.styled
-def overlap_figure(
-    overlap,  # (C, C) of `class_overlap`
-    class_names=(),  # default: numbers
-):
-    "What every two classes have in common, as a matrix."
-    names, every = list(class_names) or range(len(overlap)), max(1, -(-len(overlap) // 20))
-    fig, ax = viz.plt.subplots(figsize=(4.6, 3.6), layout="constrained")
-    image = ax.imshow(overlap, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
-    ax.set(
-        yticks=range(0, len(overlap), every),
-        yticklabels=list(names)[::every],
-        xticks=[],
-        xlabel="class, same order",
-        ylabel="class",
-    )
-    ax.tick_params(axis="y", labelsize=6)
-    ax.spines[:].set_visible(False)
-    fig.colorbar(image, label="in common")
-    return fig
 
 # %% ../../nbs/68_activation.ipynb #0cd1dbc8
 def attention_gap(
@@ -155,11 +127,11 @@ def activation_numbers(
     log,  # step (T,), score and mask (T, C, M); step 0 first
 ) -> dict:
     "The numbers of the last validation, those of step 0 with `_start`, and the roughness in between."
-    first, last = mask_numbers(log["mask"][0]), mask_numbers(log["mask"][-1])
-    rough = (
-        {"attention_roughness": attention_roughness(log["score"])} if len(log["step"]) > 2 and "score" in log else {}
-    )
-    return last | {f"{k}_start": v for k, v in first.items()} | rough
+    numbers = mask_numbers(log["mask"][-1])
+    numbers |= {f"{k}_start": v for k, v in mask_numbers(log["mask"][0]).items()}
+    if len(log["step"]) > 2 and "score" in log:
+        numbers["attention_roughness"] = attention_roughness(log["score"])
+    return numbers
 
 # %% ../../nbs/68_activation.ipynb #1aeda45f
 def bank_of(record, data_root=""):
@@ -177,10 +149,10 @@ def validation_features(
     data_root="",
 ) -> tuple:
     "Features (N, d) of the validation images and their classes 0 to C-1."
-    bank, b, q = bank_of(record, data_root), Budget(**record["budget"]), record["parameters"]
-    if q["backbone"].startswith("own-"):
+    bank, asked = bank_of(record, data_root), record["parameters"]
+    if asked["backbone"].startswith("own-"):
         raise AimError("this run had a backbone of your own, which is not stored; look at its log instead.")
-    net, _ = pretrained_backbone(bank, q["backbone"], b, seed=q["backbone_seed"])
+    net, _ = pretrained_backbone(bank, asked["backbone"], Budget(**record["budget"]), seed=asked["backbone_seed"])
     features = feature_bank(net, bank, ("val",))
     rows = features.class_rows("val")
     labels = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
@@ -194,10 +166,9 @@ def layer_at(
     "AIM as it was before training, at the end, or at the best validation."
     if check_choice("when", when, ("start", "last", "best")) != "start":
         return load_fewshot(record, when)[0]
-    q, m = record["parameters"], record["metrics"]
-    return make_layer(
-        "sib+aim", m["d_in"], q["d_out"], q["M"], q["K"], q["l"], Protocol(**record["protocol"]), record["seed"]
-    ).eval()
+    sizes = {k: record["parameters"][k] for k in ("d_out", "M", "K", "l")}
+    protocol = Protocol(**record["protocol"])
+    return make_layer("sib+aim", record["metrics"]["d_in"], **sizes, protocol=protocol, seed=record["seed"]).eval()
 
 
 @torch.no_grad()
@@ -222,10 +193,11 @@ ALL = "all classes"
 
 def picture_arrays(log, classes, K) -> dict:
     "What the figures need: masks first and last, the weights of one class and of all over training."
-    seen = np.flatnonzero(log["mask"][0].sum(1))  # the fixed episodes of a small budget may not show every class
-    curves = (
-        {ALL: log["score"][:, seen].mean(1), str(classes[seen[0]]): log["score"][:, seen[0]]} if "score" in log else {}
-    )
+    curves = {}
+    if "score" in log:
+        seen = np.flatnonzero(log["mask"][0].sum(1))  # the fixed episodes of a small budget may not show every class
+        curves[ALL] = log["score"][:, seen].mean(1)
+        curves[str(classes[seen[0]])] = log["score"][:, seen[0]]
     return dict(
         classes=[str(c) for c in classes],
         K=int(K),
@@ -246,13 +218,14 @@ def activation_record(
     **more,  # other numbers, such as the gap
 ) -> dict:
     "A small record of how the classes use the mechanisms of one run."
-    q = record["parameters"]
     log = {k: np.asarray(v) for k, v in log.items()}
     history = [dict(step=int(s)) | mask_numbers(m) for s, m in zip(log["step"], log["mask"])]
+    identity = activation_identity(record, masks_of, heatmap)
+    identity["budget"] = Budget(**record["budget"])
+    identity["protocol"] = replace(Protocol(**record["protocol"]), heatmap=heatmap)
     return new_record(
-        **activation_identity(record, masks_of, heatmap)
-        | dict(budget=Budget(**record["budget"]), protocol=replace(Protocol(**record["protocol"]), heatmap=heatmap)),
-        metrics=activation_numbers(log) | more | picture_arrays(log, classes, q.get("K", 0)),
+        **identity,
+        metrics=activation_numbers(log) | more | picture_arrays(log, classes, record["parameters"].get("K", 0)),
         history=history,
         notebook=record["notebook"],
     )
@@ -260,23 +233,23 @@ def activation_record(
 # %% ../../nbs/68_activation.ipynb #93deb0e0
 def activation_identity(record, masks_of="adapted", heatmap="mean") -> dict:
     "The question that an activation record answers."
-    q = {k: record["parameters"][k] for k in ("backbone", "n_shot") if k in record["parameters"]}
-    return {k: record[k] for k in ("dataset", "method", "seed", "budget", "data_sha")} | dict(
+    check_choice("masks_of", masks_of, ("adapted", "slow"))
+    parameters = {k: record["parameters"][k] for k in ("backbone", "n_shot") if k in record["parameters"]}
+    return dict(
         task="activation",
+        dataset=record["dataset"],
+        method=record["method"],
+        seed=record["seed"],
+        budget=record["budget"],
         protocol=record["protocol"] | dict(heatmap=heatmap),
-        parameters=q | dict(of=record["key"], masks_of=check_choice("masks_of", masks_of, ("adapted", "slow"))),
+        parameters=parameters | dict(of=record["key"], masks_of=masks_of),
+        data_sha=record["data_sha"],
     )
 
 # %% ../../nbs/68_activation.ipynb #d7f7ae0b
 def _made_before(identity, fresh):
     "The activation record with this identity, unless a new one is asked for."
     return None if wants_fresh(fresh, "record " + record_key(identity)) else find_record(identity)
-
-
-def slow_log(record, samples, labels, heatmap="mean") -> dict:
-    "Class masks of the slow weights at step 0 and at the end."
-    masks = [class_masks(mask, labels, heatmap) for _, mask in samples]
-    return dict(step=np.array([0, record["history"][-1]["step"]]), mask=np.stack(masks))
 
 
 def fewshot_activation(
@@ -291,14 +264,14 @@ def fewshot_activation(
         raise AimError("the halving average needs one mask an image; set masks_of='slow' with heatmap='halving'.")
     if found := _made_before(activation_identity(record, masks_of, heatmap), fresh):
         return found
+    log, meta = read_log(record)
     X, labels = validation_features(record, data_root)
-    samples, (log, meta) = [slow_attention(record, when, X) for when in ("start", "last")], read_log(record)
-    gaps = {
-        f"attention_gap{end}": attention_gap(score, record["parameters"]["K"])
-        for end, (score, _) in zip(("_start", ""), samples)
-    }
+    (first_score, first_mask), (last_score, last_mask) = (slow_attention(record, when, X) for when in ("start", "last"))
     if masks_of == "slow":
-        log = slow_log(record, samples, labels, heatmap)
+        masks = [class_masks(mask, labels, heatmap) for mask in (first_mask, last_mask)]
+        log = dict(step=np.array([0, record["history"][-1]["step"]]), mask=np.stack(masks))
+    K = record["parameters"]["K"]
+    gaps = dict(attention_gap_start=attention_gap(first_score, K), attention_gap=attention_gap(last_score, K))
     act = activation_record(record, log, meta["classes"], masks_of, heatmap, **gaps)
     save_record(act)
     return act
@@ -323,7 +296,7 @@ def continual_activation(
     "The activation record of a continual run: found, or made from its log and written."
     if found := _made_before(activation_identity(record, "slow"), fresh):
         return found
-    log, meta = train_continual.read_log(record)
+    log, meta = read_log(record)
     test = dict(test=pack(log["test_mask"][:SUBSET]), test_classes=[str(c) for c in meta["test_classes"][:SUBSET]])
     act = activation_record(record, {k: log[k] for k in ("step", "score", "mask")}, meta["classes"], "slow", **test)
     save_record(act)
@@ -334,10 +307,11 @@ def spare_longer(
     record,  # of `run_continual`
 ):
     "Refuse to start a run over where its folder holds a longer training."
-    ck, steps = train_continual.training_checkpoints(record), record["budget"]["steps"]
-    if (found := ck.latest()) and found.step > steps:
+    checkpoints, steps = train_continual.training_checkpoints(record), record["budget"]["steps"]
+    if (found := checkpoints.latest()) and found.step > steps:
         raise AimError(
-            f"run {record['key']} has no log here, and training its {steps:,} steps again would delete the longer training in {ck.dir} (step {found.step:,}); set $AIM_RUNS to another folder to train it again."
+            f"run {record['key']} has no log here, and training its {steps:,} steps again would delete the longer training "
+            f"in {checkpoints.dir} (step {found.step:,}); set $AIM_RUNS to another folder to train it again."
         )
 
 
@@ -357,7 +331,7 @@ def restore_log(record, data_root="") -> bool:
 def run_continual_with_log(**run) -> dict:  # as `run_continual` takes them, a method with AIM
     "The record of a run whose activation can be looked at: where only the record is here, its log is restored or the run trained again."
     record = train_continual.run_continual(**run)
-    if find_record(activation_identity(record, "slow")) or train_continual.log_path(record).exists():
+    if find_record(activation_identity(record, "slow")) or log_path(record).exists():
         return record
     if restore_log(record, run.get("data_root", "")):
         return record
@@ -388,17 +362,17 @@ def number_rows(
 def read_activation(act) -> str:
     "What an activation record says, as one Markdown item."
     m = act["metrics"]
-    n, fell = m["M"], m["use_entropy_start"] - m["use_entropy"]
-    moved = "no more concentrated than before training" if fell <= 0 else "more concentrated than before training"
-    gap = (
-        ""
-        if "attention_gap" not in m
-        else f" The weight at rank {m['K']} is {m['attention_gap']:.3f} above the next one, before training {m['attention_gap_start']:.3f}."
+    start, end = np.exp(m["use_entropy_start"]), np.exp(m["use_entropy"])
+    moved = "more concentrated" if end < start else "no more concentrated"
+    text = (
+        f"- Of {m['M']} mechanisms, {m['shared_mechanisms']} shared by all classes, {m['sparse_mechanisms']} serving "
+        f"fewer than a quarter of them, {m['dead_mechanisms']} never used. A class uses as many as {end:.1f}, {moved} "
+        f"than before training ({start:.1f}); two classes have {m['class_overlap']:.0%} in common."
     )
-    return (
-        f"- Of {n} mechanisms, {m['shared_mechanisms']} shared by all classes, {m['sparse_mechanisms']} serving fewer than a quarter of them, {m['dead_mechanisms']} never used. "
-        f"A class uses as many as {np.exp(m['use_entropy']):.1f}, {moved} ({np.exp(m['use_entropy_start']):.1f}); two classes have {m['class_overlap']:.0%} in common.{gap}"
-    )
+    if "attention_gap" in m:
+        text += f" The weight at rank {m['K']} is {m['attention_gap']:.3f} above the next one"
+        text += f", before training {m['attention_gap_start']:.3f}."
+    return text
 
 # %% ../../nbs/68_activation.ipynb #7f4e2a8f
 def first_last(act) -> dict:
@@ -413,21 +387,15 @@ def mask_name(
     n_shot=0,  # few-shot
 ) -> str:
     "The file name of a mask figure: `mask-cifarfs_1shot_conv`, `mask-glyphs_1shot_conv`, `mask-cont_omni`."
-    theirs = [
-        r["label"]
-        for r in paper_labels()
-        if r["label"].startswith("fig:mask-")
-        and dataset in r["datasets"]
-        and (f"{n_shot}shot" in r["label"] and backbone in r["backbones"] if n_shot else "cont" in r["label"])
-    ]
-    if theirs:
-        return theirs[0].removeprefix("fig:")
+    setting = f"{n_shot}shot" if n_shot else "cont"
+    for row in paper_labels():
+        name = row["label"].removeprefix("fig:")
+        if name.startswith("mask-") and dataset in row["datasets"] and setting in name:
+            if not n_shot or backbone in row["backbones"]:
+                return name
     name = re.sub(r"[^\w-]+", "_", dataset)
-    return (
-        f"mask-{name}_{n_shot}shot_{ {'conv4': 'conv', 'wrn-28-10': 'wrn'}.get(backbone, backbone) }"
-        if n_shot
-        else f"mask-cont_{name}"
-    )
+    short = {"conv4": "conv", "wrn-28-10": "wrn"}.get(backbone, backbone)
+    return f"mask-{name}_{n_shot}shot_{short}" if n_shot else f"mask-cont_{name}"
 
 # %% ../../nbs/68_activation.ipynb #6ed1e61c
 def short_name(
@@ -447,20 +415,7 @@ def without(
     *mechanisms,  # which ones to silence
 ):
     "A copy of `aim` in which these mechanisms contribute nothing."
-    out = AIM(
-        aim.d_in,
-        aim.d_out,
-        aim.M,
-        aim.K,
-        aim.l,
-        aim.d_h,
-        aim.d_k,
-        aim.gate,
-        aim.decision,
-        aim.select,
-        generator=torch_rng(0),
-    )
-    out.load_state_dict(aim.state_dict())
+    out = copy.deepcopy(aim)
     with torch.no_grad():
         out.W_M[list(mechanisms)] = 0
     return out.eval()
@@ -470,19 +425,23 @@ class Explorer:
     "A trained SIB+AIM and its validation images, to be asked about one image at a time."
 
     def __init__(
-        self, layer, head, X, labels, names, n_shot=1
-    ):  # X (N, d) features, labels (N,) classes 0 to C-1, one name a class
-        self.layer, self.head, self.X, self.labels, self.names, self.n_shot = (
-            layer.eval(),
-            head,
-            X,
-            np.asarray(labels),
-            list(names),
-            n_shot,
-        )
+        self,
+        layer,
+        head,
+        X,  # (N, d) features
+        labels,  # (N,) their classes, 0 to C-1
+        names,  # of the classes
+        n_shot=1,
+    ):
+        self.layer = layer.eval()
+        self.head = head
+        self.X = X
+        self.labels = np.asarray(labels)
+        self.names = list(names)
+        self.n_shot = n_shot
         with torch.no_grad():
-            self.att = layer.attention(X)
-        self.masks = class_masks(self.att.mask.numpy(), self.labels)
+            self.attention = layer.attention(X)
+        self.masks = class_masks(self.attention.mask.numpy(), self.labels)
         self.rows = [np.flatnonzero(self.labels == c) for c in range(len(self.names))]
 
     def episode(self, c, i) -> tuple:
@@ -494,66 +453,31 @@ class Explorer:
         return classes, support, query
 
     @torch.no_grad()
+    def probabilities(self, layer, support, query) -> np.ndarray:
+        "Class probabilities of the first query; all alike for an image that is left with no mechanism."
+        y = torch.arange(self.head.n_way).repeat_interleave(self.n_shot)
+        logits = self.head(layer(self.X[support]), y, layer(self.X[query]))
+        return logits.nan_to_num().softmax(-1)[0].numpy()
+
     def look(self, c, i, off=()) -> dict:
-        "Scores, mask and class probabilities of one image, with some mechanisms silenced."
+        "Scores, mask and class probabilities of one image, with the mechanisms `off` silenced."
         classes, support, query = self.episode(c, i)
-        y = torch.arange(len(classes)).repeat_interleave(self.n_shot)
-        ask = lambda layer: (
-            self.head(layer(self.X[support]), y, layer(self.X[query])).nan_to_num().softmax(-1)[0].numpy()
-        )  # an image left with no mechanism has no direction: all classes alike
-        r = self.rows[c][i]
+        row = self.rows[c][i]
         return dict(
-            row=int(r),
-            score=self.att.score[r].numpy(),
-            mask=self.att.mask[r].numpy(),
+            row=int(row),
+            score=self.attention.score[row].numpy(),
+            mask=self.attention.mask[row].numpy(),
             off=list(off),
             classes=[short_name(self.names[d]) for d in classes],
             nearest=[(short_name(self.names[d]), round(o, 2)) for d, o in nearest_classes(self.masks, c)],
-            before=ask(self.layer),
-            after=ask(without(self.layer, *off)),
+            before=self.probabilities(self.layer, support, query),
+            after=self.probabilities(without(self.layer, *off), support, query),
         )
 
 # %% ../../nbs/68_activation.ipynb #5c6c40c4
 def explorer(record, data_root="") -> Explorer:
     "The explorer of a SIB+AIM run whose weights are here."
-    (X, labels), bank = validation_features(record, data_root), bank_of(record, data_root)
-    return Explorer(
-        *load_fewshot(record),
-        X,
-        labels,
-        [bank.class_names[c] for c in bank.classes("val")],
-        record["parameters"]["n_shot"],
-    )
-
-
-@viz.styled
-def look_figure(
-    seen,  # of `Explorer.look`
-    image=None,  # (H, W) or (H, W, 3), shown at the left
-):
-    "An image, its weights with the active ones coloured, and the probabilities of the classes before and after silencing."
-    fig, (a, b, c) = viz.plt.subplots(1, 3, figsize=(8.4, 2.6), layout="constrained", width_ratios=[1, 2.2, 1.6])
-    if image is not None:
-        a.imshow(np.squeeze(image), cmap="gray", vmin=0, vmax=255)
-    a.set_axis_off()
-    a.set_title(seen["classes"][0], fontsize=9)
-    colour = [
-        viz.CYCLE[1] if m in seen["off"] and on else viz.CYCLE[0] if on else viz.FAINT
-        for m, on in enumerate(seen["mask"])
-    ]
-    b.bar(range(len(colour)), seen["score"], color=colour)
-    b.set(xlabel="mechanism", ylabel="weight", title="blue: active" + ", red: silenced" * bool(seen["off"]))
-    y = np.arange(len(seen["classes"]))
-    bars, off = [seen["before"], seen["after"]][: 1 + bool(seen["off"])], bool(seen["off"])
-    for i, p in enumerate(bars):
-        c.barh(y + 0.4 * i - 0.2 * off, p, 0.4, color=viz.CYCLE[i])
-    c.set(
-        yticks=y,
-        yticklabels=seen["classes"],
-        xlim=(0, 1),
-        title="blue: whole, red: silenced" if off else "the five classes",
-        xlabel="probability (first class: " + ", then ".join(f"{p[0]:.0%}" for p in bars) + ")",
-    )
-    c.invert_yaxis()
-    c.tick_params(axis="y", labelsize=7)
-    return fig
+    bank = bank_of(record, data_root)
+    names = [bank.class_names[c] for c in bank.classes("val")]
+    X, labels = validation_features(record, data_root)
+    return Explorer(*load_fewshot(record), X, labels, names, record["parameters"]["n_shot"])

@@ -4,39 +4,32 @@
 
 # %% ../../nbs/61_checkpoints.ipynb #2d9b75b6
 from __future__ import annotations
-import contextlib, fcntl, hashlib, json, os, shutil, struct, time
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
-from ..core import HOST, AimError, atomic_file, content_key, runs_dir
+from safetensors.torch import save as safetensors_bytes
+from ..core import AimError, atomic_file, content_key, remove_if_abandoned, runs_dir
 
 # %% auto #0
-__all__ = ['FORMAT', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity', 'run_lock',
-           'sweep', 'Saved', 'read_saved', 'Checkpoints', 'shipped_record', 'run_checkpoints']
+__all__ = ['FORMAT', 'SHIPPED', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity',
+           'run_lock', 'remove_stale_parts', 'Saved', 'read_saved', 'Checkpoints', 'shipped_record', 'run_checkpoints',
+           'log_path', 'read_log', 'stack_log']
 
 # %% ../../nbs/61_checkpoints.ipynb #ba9cc453
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+FORMAT = 1  # raised when a file written today could be misread tomorrow
 
 
 def _raw(t):
-    "The bytes of a tensor in row-major order."
+    "The bytes of a tensor in row-major order, whatever its layout in memory."
     return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-# %% ../../nbs/61_checkpoints.ipynb #a6a8d03d
-FORMAT = 1  # raised when a file written today could be misread tomorrow
 
 
 def tensors_sha(tensors) -> str:
@@ -49,37 +42,23 @@ def tensors_sha(tensors) -> str:
     return h.hexdigest()
 
 
-def _seal(tensors, meta):
+def _seal(tensors, meta) -> str:
     "The checksum of a whole file."
     return hashlib.sha256((tensors_sha(tensors) + json.dumps(meta)).encode()).hexdigest()
 
 
-def _header(tensors, meta):
-    "Header bytes of a safetensors file, and the names in the order of their data."
-    names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))  # widest first keeps every tensor aligned
-    top = dict(format=FORMAT, sha=_seal(tensors, meta), meta=meta)
-    head, at = {"__metadata__": {"aim_nb": json.dumps(top)}}, 0
-    for n in names:
-        t, end = tensors[n], at + tensors[n].numel() * tensors[n].element_size()
-        head[n], at = dict(dtype=_DTYPES[t.dtype], shape=list(t.shape), data_offsets=[at, end]), end
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, names
-
-# %% ../../nbs/61_checkpoints.ipynb #e83acda7
 def save_tensors(
     path,  # the file; its folder is made when missing
     tensors,  # names -> tensors
     meta=None,  # anything JSON can hold
 ) -> Path:
     "Write `tensors` and `meta` to `path`, whole or not at all."
-    path, tensors = Path(path), {k: v.detach() for k, v in tensors.items()}
-    header, names = _header(tensors, json.loads(json.dumps(meta or {})))
+    meta = json.loads(json.dumps(meta or {}))
+    top = dict(format=FORMAT, sha=_seal(tensors, meta), meta=meta)
+    plain = {k: t.detach().cpu().clone(memory_format=torch.contiguous_format) for k, t in tensors.items()}
     with atomic_file(path) as f:
-        f.write(header)
-        for n in names:
-            f.write(_raw(tensors[n]))
-    return path
+        f.write(safetensors_bytes(plain, {"aim_nb": json.dumps(top)}))
+    return Path(path)
 
 # %% ../../nbs/61_checkpoints.ipynb #01ff4eb3
 class DamagedFile(AimError):
@@ -96,17 +75,18 @@ def load_tensors(
         raise AimError(f"{path} is not there.")
     try:
         with safe_open(path, "pt") as f:
-            top, tensors = (
-                json.loads(f.metadata()["aim_nb"]),
-                {k: f.get_tensor(k) for k in f.keys()},
-            )  # get_tensors() is new in 0.8
+            top = json.loads(f.metadata()["aim_nb"])
+            tensors = {k: f.get_tensor(k) for k in f.keys()}  # get_tensors() is new in 0.8
         form, sha, meta = top["format"], top["sha"], top["meta"]
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
+        is_whole = form != FORMAT or _seal(tensors, meta) == sha
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as e:
         raise DamagedFile(f"{path} is damaged or was not written by this project ({e}).") from e
     if form != FORMAT:
         raise AimError(f"{path} has format {form}, this version reads format {FORMAT}; use the version that wrote it.")
-    if _seal(tensors, meta) != sha:
+    if not is_whole:
         raise DamagedFile(f"{path} is damaged (its checksum does not fit).")
+    if not isinstance(meta, dict):
+        raise DamagedFile(f"{path} is damaged (it does not say what it holds).")
     if expect is not None:
         check_identity(meta.get("identity", {}), expect, path)
     return tensors, meta
@@ -137,8 +117,9 @@ def check_identity(found, wanted, path):
 @contextlib.contextmanager
 def run_lock(
     dir,  # the run's own folder
+    waiting="",  # what to say while another process holds it ("": refuse at once)
 ):
-    "Hold the folder for this process; a second holder is refused."
+    "Hold the folder for this process."
     path = Path(dir) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,44 +130,32 @@ def run_lock(
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = os.read(fd, 32).decode(errors="replace").strip()
-            raise AimError(
-                f"process {pid or '?'} is running this experiment already (in {dir}); wait for it, or stop it first."
-            ) from None
+            if waiting:
+                print(waiting, flush=True)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            else:
+                pid = os.read(fd, 32).decode(errors="replace").strip() or "?"
+                raise AimError(
+                    f"process {pid} is running this experiment already (in {dir}); wait for it, or stop it first."
+                ) from None
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
         yield
     finally:
-        os.close(
-            fd
-        )  # closing lets go of the lock; the file stays, since removing it would let two newcomers lock two different files
+        os.close(fd)  # lets go of the lock; the file stays, or two newcomers could lock two different files
 
 # %% ../../nbs/61_checkpoints.ipynb #6fa771c5
-def _is_gone(part):
-    "Whether the process that was writing a part ran here and has ended."
-    host, _, pid = part.name.split(".")[-2].rpartition("-")
-    if host not in ("", HOST):
-        return False
-    try:
-        if not host and time.time() - part.stat().st_mtime < 3600:
-            return False
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except (ValueError, PermissionError, FileNotFoundError):
-        return False  # no process number; it lives and is somebody else's; or the part is no more
-    return False
-
-
-def sweep(
+def remove_stale_parts(
     folder,  # that this process holds
 ):
     "Remove what killed processes left half written, in this folder and in those of all runs."
-    others = [p for depth in ("*", "*/*") for p in runs_dir().glob(f"{depth}/.*.part")]
-    for part in (*Path(folder).glob(".*.part"), *filter(_is_gone, others)):
+    for part in Path(folder).glob(".*.part"):
         part.unlink(missing_ok=True)
+    for part in (*runs_dir().glob("*/.*.part"), *runs_dir().glob("*/*/.*.part")):
+        if not re.search(r"-\d+\.part$", part.name):  # version 0.1 locked none, and may be writing it
+            remove_if_abandoned(part)
 
-# %% ../../nbs/61_checkpoints.ipynb #85aafc71
+# %% ../../nbs/61_checkpoints.ipynb #1cddedb2
 class Saved(NamedTuple):
     "A checkpoint in memory."
 
@@ -201,9 +170,14 @@ def read_saved(
 ) -> Saved:
     "Read one checkpoint of the run with this identity."
     tensors, top = load_tensors(path, identity)
+    if not isinstance(top.get("step"), int) or not isinstance(top.get("meta"), dict):
+        raise DamagedFile(f"{path} is damaged (it is no checkpoint of a run).")
     return Saved(top["step"], tensors, top["meta"])
 
 # %% ../../nbs/61_checkpoints.ipynb #dbc6c982
+SHIPPED = Path(str(files("aim_nb"))) / "weights"  # what comes with the package
+
+
 class Checkpoints:
     """The checkpoint files of one run, in one folder.
 
@@ -214,72 +188,82 @@ class Checkpoints:
         self,
         dir,  # the run's own folder
         identity,  # what makes this run this run; a file with another identity is refused
-        keep=2,  # how many of the last states stay
     ):
         self.dir = Path(dir)
         self.identity = identity
-        self.keep = keep
         self.held = False
 
-    def _label(self, step, meta):
-        return dict(step=step, identity=self.identity, meta=meta or {})
+    def _path(self, kind, step) -> Path:
+        return self.dir / f"{kind}-{step:09d}.safetensors"
+
+    def _steps(self, kind) -> list:
+        "The steps of which there is a file, in order."
+        names = (p.stem.removeprefix(f"{kind}-") for p in self.dir.glob(f"{kind}-*.safetensors"))
+        return sorted(int(n) for n in names if re.fullmatch(r"[0-9]{9}", n))
+
+    def _write(self, kind, step, tensors, meta) -> Path:
+        return save_tensors(self._path(kind, step), tensors, dict(step=step, identity=self.identity, meta=meta or {}))
+
+    def _read(self, kind, step) -> Saved:
+        saved = read_saved(self._path(kind, step), self.identity)
+        if saved.step != step:
+            what = "state" if kind == "step" else kind
+            raise DamagedFile(f"{self._path(kind, step)} holds the {what} of step {saved.step:,}.")
+        return saved
+
+    def state_steps(self) -> list:
+        "The steps whose states are kept, in order."
+        return self._steps("step")
 
     def files(self) -> list:
         "Files of states, newest first."
-        return sorted(self.dir.glob("step-*.safetensors"), reverse=True)
+        return [self._path("step", step) for step in reversed(self.state_steps())]
 
     def save(self, step, tensors, meta=None) -> Path:
-        "Write the state after `step` steps, then drop what is older than the last `keep`."
-        path = save_tensors(self.dir / f"step-{step:09d}.safetensors", tensors, self._label(step, meta))
-        for old in self.files()[self.keep :]:
+        "Write the state after `step` steps, then drop all but the last two."
+        path = self._write("step", step, tensors, meta)
+        for old in self.files()[2:]:
             old.unlink(missing_ok=True)
         return path
 
     def latest(self) -> Saved | None:
         "The newest whole state, None when there is none yet."
-        files = self.files()
-        for path in files:
+        steps = self.state_steps()
+        for step in reversed(steps):
             try:
-                return read_saved(path, self.identity)
+                return self._read("step", step)
             except DamagedFile as e:
                 print(f"{e} Falling back to the checkpoint before it.")
-        if files:
+        if steps:
             raise AimError(f"no checkpoint in {self.dir} can be read; start over with --fresh (or AIM_FRESH=1).")
-
-    def _weights_path(self, step):
-        return self.dir / f"weights-{step:09d}.safetensors"
 
     def weight_steps(self) -> list:
         "The steps whose weights are kept, in order."
-        return sorted(int(p.stem.rpartition("-")[2]) for p in self.dir.glob("weights-*.safetensors"))
+        return self._steps("weights")
 
     def save_weights(self, step, tensors, meta=None) -> Path:
         "Write the weights after `step` steps."
-        return save_tensors(self._weights_path(step), tensors, self._label(step, meta))
+        return self._write("weights", step, tensors, meta)
 
     def weights(self, step) -> Saved | None:
         "The weights after exactly `step` steps, None where they were not kept."
-        path = self._weights_path(step)
-        if not path.exists():
+        if not self._path("weights", step).exists():
             return None
         try:
-            saved = read_saved(path, self.identity)
+            return self._read("weights", step)
         except DamagedFile as e:
             raise DamagedFile(f"{e} These weights were only there; start over with --fresh (or AIM_FRESH=1).") from e
-        if saved.step != step:
-            raise DamagedFile(f"{path} holds the weights of step {saved.step:,}; start over with --fresh.")
-        return saved
 
     def drop_weights(self, needed):
         "Delete the weights of all steps but those `needed`."
         for step in self.weight_steps():
             if step not in needed:
-                self._weights_path(step).unlink(missing_ok=True)
+                self._path("weights", step).unlink(missing_ok=True)
 
     def shipped(self) -> Saved | None:
         "The weights that come with the package, None for most runs."
         own = self.dir.name.rpartition("-")[2]
-        path = next((Path(str(files("aim_nb"))) / "weights").glob(f"*-{own}.safetensors"), None)
+        path = next(SHIPPED.glob(f"*-{own}.safetensors"), None)
         return read_saved(path, self.identity) if path else None
 
     def clear(self):
@@ -295,7 +279,7 @@ class Checkpoints:
             yield self
             return
         with run_lock(self.dir):
-            sweep(self.dir)
+            remove_stale_parts(self.dir)
             self.held = True
             try:
                 yield self
@@ -307,14 +291,32 @@ def shipped_record(
     task,  # fewshot | continual
 ) -> dict:
     "The record of the model that comes with the package."
-    models = (load_tensors(p)[1] for p in (Path(str(files("aim_nb"))) / "weights").glob("*+aim-*.safetensors"))
+    models = (load_tensors(p)[1] for p in SHIPPED.glob("*+aim-*.safetensors"))
     return next(m["record"] for m in models if m["record"]["task"] == task)
 
 # %% ../../nbs/61_checkpoints.ipynb #ac98b5a5
 def run_checkpoints(
     kind,  # what is run: a word for the folder's name
     identity,  # what makes this run this run
-    keep=2,  # how many of the last ones stay
 ) -> Checkpoints:
     "The checkpoints of the run with this identity, under `runs_dir()`."
-    return Checkpoints(runs_dir() / "checkpoints" / f"{kind}-{content_key(identity)}", identity, keep)
+    return Checkpoints(runs_dir() / "checkpoints" / f"{kind}-{content_key(identity)}", identity)
+
+# %% ../../nbs/61_checkpoints.ipynb #cc3f8967
+def log_path(record) -> Path:
+    "Where the log of mechanism use of a record's run lies."
+    return runs_dir() / "logs" / f"{record['task']}-{record['key']}.safetensors"
+
+
+def read_log(record) -> tuple:
+    "The log of mechanism use: arrays over validations, and a dict that names the classes."
+    return load_tensors(log_path(record))
+
+
+def stack_log(
+    log,  # log.STEP.score and log.STEP.mask, (classes, M) each
+) -> dict:
+    "The log as arrays over validations: step (T,), score and mask (T, classes, M)."
+    steps = sorted({int(name.split(".")[1]) for name in log})
+    stacked = {k: torch.stack([log[f"log.{n:07d}.{k}"] for n in steps]) for k in ("score", "mask") if steps}
+    return dict(step=torch.tensor(steps, dtype=torch.long), **stacked)

@@ -4,15 +4,33 @@
 
 # %% ../../nbs/62_loop.ipynb #956a47e5
 from __future__ import annotations
-import contextlib, math, os, signal, threading, time
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
 import torch
-from .checkpoints import Checkpoints
 from ..core import AimError, keep_memory, progress
 
 # %% auto #0
-__all__ = ['History', 'Window', 'first_bad', 'interrupts', 'wants_fresh', 'module_tensors', 'load_module', 'optimizer_tensors',
-           'load_optimizer', 'check_fit', 'SaveClock', 'weights_named', 'Keeper', 'Run', 'run_loop', 'load_milestone',
+__all__ = ['Trainee', 'History', 'read_history', 'Window', 'first_bad', 'interrupts', 'wants_fresh', 'module_tensors',
+           'load_module', 'optimizer_tensors', 'load_optimizer', 'check_fit', 'Run', 'run_loop', 'load_milestone',
            'load_best']
+
+# %% ../../nbs/62_loop.ipynb #eac08f53
+class Trainee:
+    "The obvious parts of a trainee: no evaluation, and weights that are all of the state."
+
+    def evaluate(self, n) -> dict:
+        return {}
+
+    def weights(self) -> dict:
+        return self.state_dict()
+
+    def load_weights(self, tensors):
+        self.load_state_dict(tensors)
 
 # %% ../../nbs/62_loop.ipynb #068a85dd
 class History(list):
@@ -57,6 +75,10 @@ class History(list):
         "One metric over the rows that have it."
         return [r[name] for r in self.rows() if name in r]
 
+    def needed_weights(self) -> set:
+        "The steps whose weights must stay: the best of the regular validations, and the milestones with their best."
+        return {self.regular_best, *(step for milestone in self.milestones for step in milestone)}
+
     def asdict(self):
         return dict(
             rows=list(self),
@@ -67,6 +89,22 @@ class History(list):
             end_is_best=self.end_is_best,
             milestones=self.milestones,
         )
+
+# %% ../../nbs/62_loop.ipynb #32fb874d
+def read_history(
+    meta,  # the notes of a checkpoint
+    where,  # its folder, for the message
+) -> History:
+    "The history that a checkpoint remembers."
+    try:
+        history = History(**meta["history"])
+        is_one = all(isinstance(row["step"], int) for row in history.rows())
+        is_one = is_one and all(isinstance(step, int) for step, _ in history.milestones)
+    except (KeyError, TypeError, ValueError):
+        is_one = False
+    if not is_one:
+        raise AimError(f"a checkpoint in {where} holds no history of a run; start over with --fresh.")
+    return history
 
 # %% ../../nbs/62_loop.ipynb #b4768fdc
 def _floats(values):
@@ -80,15 +118,20 @@ class Window:
     "Sums of the metrics of the steps since the last validation."
 
     def __init__(self, sums=(), count=0):
-        self.sums, self.count, self.pending = dict(sums), count, []
+        self.sums = dict(sums)
+        self.count = count
+        self.pending = []
 
     def add(self, i, metrics):
         self.pending.append((i, {k: v.detach() if torch.is_tensor(v) else v for k, v in metrics.items()}))
 
     def read(self):
         "Take in what is pending; the first value that is not finite raises `FloatingPointError`."
-        for k in self.pending[0][1] if self.pending else ():
-            for (i, _), v in zip(self.pending, _floats([m[k] for _, m in self.pending])):
+        if not self.pending:
+            return
+        steps, metrics = zip(*self.pending)
+        for k in metrics[0]:
+            for i, v in zip(steps, _floats([m[k] for m in metrics])):
                 if not math.isfinite(v):
                     raise FloatingPointError(f"{k} is {v} at step {i}")
                 self.sums[k] = self.sums.get(k, 0.0) + v
@@ -153,27 +196,32 @@ def load_module(module, tensors, prefix=""):
 
 # %% ../../nbs/62_loop.ipynb #d16dd093
 def optimizer_tensors(optimizer, prefix="opt.") -> dict:
-    "The state of a torch optimiser as flat tensors."
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    return {
-        f"{prefix}{i}.{k}": torch.as_tensor(v)
-        for i, p in enumerate(params)
-        for k, v in optimizer.state.get(p, {}).items()
-        if v is not None
-    }
+    "The state of a torch optimizer as flat tensors."
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    out = {}
+    for i, p in enumerate(params):
+        state = optimizer.state.get(p, {})
+        out.update({f"{prefix}{i}.{k}": torch.as_tensor(v) for k, v in state.items() if v is not None})
+    return out
 
 
 def load_optimizer(optimizer, tensors, prefix="opt."):
     "Put that state back."
-    params = [(p, g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]]
+    params, counts_on_device = [], []
+    for group in optimizer.param_groups:
+        params += group["params"]
+        counts_on_device += [group.get("fused") or group.get("capturable")] * len(group["params"])
     optimizer.state.clear()
-    for name in (k for k in tensors if k.startswith(prefix)):
-        i, key = name[len(prefix) :].split(".", 1)
-        (p, beside), v = params[int(i)], tensors[name]
-        on = p.device if beside or key != "step" else v.device
-        optimizer.state[p][key] = (
-            torch.empty_like(p).copy_(v) if v.shape == p.shape and v.dim() else v.to(on, copy=True)
-        )
+    for name, v in tensors.items():
+        if not name.startswith(prefix):
+            continue
+        i, key = name.removeprefix(prefix).split(".", 1)
+        p = params[int(i)]
+        if v.dim() and v.shape == p.shape:
+            optimizer.state[p][key] = torch.empty_like(p).copy_(v)
+        else:
+            is_count = key == "step" and not counts_on_device[int(i)]
+            optimizer.state[p][key] = v.to(v.device if is_count else p.device, copy=True)
 
 # %% ../../nbs/62_loop.ipynb #fa02e784
 def check_fit(
@@ -188,252 +236,226 @@ def check_fit(
         )
 
 # %% ../../nbs/62_loop.ipynb #9aab710e
-class SaveClock:
-    "Says when the next checkpoint is due."
-
-    def __init__(self, every=0, least=20.0, share=0.025):
-        self.every, self.least, self.share, self.spent = every, least, share, 0.0
-        self.total, self.before, self.since = 0.0, 0.0, time.monotonic()
-
-    def due(self, n) -> bool:
-        if self.every:
-            return n % self.every == 0
-        return time.monotonic() - self.since >= max(self.least, self.spent / self.share)
-
-    @contextlib.contextmanager
-    def spend(self, last=True):
-        "Measure a write; the pause starts anew after the `last` of a save."
-        start = time.monotonic()
-        yield
-        took = time.monotonic() - start
-        self.total += took
-        if last:
-            self.spent, self.before, self.since = self.total - self.before, self.total, time.monotonic()
-
-# %% ../../nbs/62_loop.ipynb #29e74513
-def weights_named(history) -> set:
-    "The steps whose weights a history needs: the best of its regular validations, and its milestones with their best."
-    return {history.regular_best, *(step for milestone in history.milestones for step in milestone)}
-
-
-class Keeper:
-    "Takes a trainee's state to disk and back; without checkpoints it does nothing."
-
-    def __init__(self, trainee, checkpoints=None, save_every=0, desc="run"):
-        self.trainee = trainee
-        self.checkpoints = checkpoints
-        self.desc = desc
-        self.clock = SaveClock(save_every)
-        self.saved = -1
-        self.waiting = {}  # step -> (weights, notes) not written yet
-        self.named = []  # for each state on disk: the steps whose weights it names
-
-    def restore(self, steps):
-        "Load the newest state into the trainee and return it, None when there is none."
-        if not self.checkpoints or not (found := self.checkpoints.latest()):
-            return None
-        if found.step > steps:
-            kept = [m[0] for m in found.meta["history"]["milestones"]]
-            raise AimError(
-                f"{self.desc} is at step {found.step:,} already and has no weights of step {steps:,} any more; "
-                f"ask for one of {', '.join(f'{n:,}' for n in kept)} or for more steps, "
-                "or set $AIM_RUNS to another folder to train it there (--fresh would delete the longer training)."
-            )
-        check_fit(found.tensors, self.trainee.tensors())
-        self.trainee.load(found.tensors)
-        self.saved = found.step
-        self.named = [weights_named(History(**found.meta["history"]))]
-        return found
-
-    def save(self, n, history, window):
-        "Write the state after `n` steps."
-        if not self.checkpoints:
-            return
-        with self.clock.spend():
-            tensors = self.checked(n, self.trainee.tensors())
-            for step, (weights, notes) in self.waiting.items():
-                self.checkpoints.save_weights(step, weights, notes)
-            self.checkpoints.save(n, tensors, dict(history=history.asdict(), window=window.asdict()))
-            self.named = [*self.named[-1:], weights_named(history)]
-            if len(self.named) > 1:
-                self.checkpoints.drop_weights(set().union(*self.named))
-        self.saved = n
-        self.waiting = {}
-
-    def set_aside(self, n, notes, replace=None):
-        "Keep the weights of step `n` for the next save; those of the step `replace`, if they still wait, are not needed."
-        if not self.checkpoints:
-            return
-        with self.clock.spend(last=False):
-            tensors = self.checked(n, getattr(self.trainee, "weights", self.trainee.tensors)())
-            self.waiting.pop(replace, None)
-            self.waiting[n] = {k: t.detach().clone() for k, t in tensors.items()}, notes
-
-    def checked(self, n, tensors):
-        if bad := first_bad(tensors):
-            raise self.failure(f"{bad} is no longer finite after step {n - 1}")
-        return tensors
-
-    def failure(self, why):
-        kept = (
-            f"the last good checkpoint (step {self.saved}) is kept in {self.checkpoints.dir}" if self.saved > 0 else ""
-        )
-        return AimError(f"{self.desc}: {why}; stopped, {kept or 'nothing was saved'}. Try a smaller learning rate.")
-
-# %% ../../nbs/62_loop.ipynb #1ad5cc64
-def _plain(v):
-    "Numbers and lists as JSON has them."
-    return v.tolist() if hasattr(v, "tolist") else v
-
-
-def _tell(callbacks, event, *args):
-    "Call what listens to `event`; a plain function listens to validations."
-    for c in callbacks:
-        listens = hasattr(c, "on_step") or hasattr(c, "on_validate")
-        f = getattr(c, event, None) if listens else c if event == "on_validate" else None
-        if f:
-            f(*args)
-
-# %% ../../nbs/62_loop.ipynb #56233671
+@dataclass
 class Run:
-    "A run: where it is, what it has seen, and how it goes on."
+    "A training in progress: the step it is at, what it has measured, and its checkpoints. Parameters as of `run_loop`."
 
-    def __init__(self, trainee, steps, val_every, keeper, callbacks, best, milestones=(), stop_when=None):
-        self.trainee = trainee
-        self.steps = steps
-        self.val_every = val_every
-        self.keeper = keeper
-        self.callbacks = callbacks
-        self.metric = best.lstrip("-")
-        self.sign = -1 if best.startswith("-") else 1
-        self.milestones = set(milestones)
-        self.stop_when = stop_when
-        self.n = 0
+    trainee: object
+    steps: int
+    val_every: int = 0
+    checkpoints: object = None
+    save_every: int = 0
+    callbacks: tuple = ()
+    desc: str = "run"
+    best: str = "accuracy"
+    milestones: tuple = ()
+    stop_when: object = None
+
+    def __post_init__(self):
+        self.metric = self.best.lstrip("-")
+        self.sign = -1 if self.best.startswith("-") else 1
+        self.n = 0  # steps done
         self.history = History()
         self.window = Window()
-        self.looked = time.monotonic()
-        self.kept = None
-        if found := keeper.restore(steps):
-            self.n = found.step
-            self.history = History(**found.meta["history"])
-            self.window = Window(**found.meta["window"])
-            self.kept = self.mark()
-        if self.history.end and self.n < steps:  # go on as if the run had not ended here
+        self.clock = self.read_at = self.saved_at = time.monotonic()
+        self.is_saved = False  # whether all this is on disk
+        self.saved_step = 0
+        self.save_cost = 0.0  # seconds of the last save
+        self.next_cost = 0.0  # seconds spent on the next one so far
+        self.waiting = {}  # step -> (weights, notes) that are not written yet
+        self.needed = []  # for each state on disk: the steps whose weights it needs
+        if self.checkpoints:
+            self.restore()
+        if self.history.end and self.n < self.steps:  # go on as if the run had not ended here
             self.history.end = None
         self.history.resumed = self.n
-        self.before = self.history.seconds, self.history.save_seconds
-        self.start = time.monotonic()
 
-    def score(self, row):
-        "How good a validation is; larger is better, and the earlier of equals wins."
-        return self.sign * row[self.metric] if self.metric in row else -math.inf
+    def restore(self):
+        "Go to the newest checkpoint, where there is one."
+        found = self.checkpoints.latest()
+        if found is None:
+            return
+        history = read_history(found.meta, self.checkpoints.dir)
+        if found.step > self.steps:
+            kept = ", ".join(f"{step:,}" for step, _ in history.milestones)
+            raise AimError(
+                f"{self.desc} is at step {found.step:,} already and has no weights of step {self.steps:,} any more; "
+                f"ask for one of {kept} or for more steps, or set $AIM_RUNS to another folder to train it there "
+                "(--fresh would delete the longer training)."
+            )
+        check_fit(found.tensors, self.trainee.state_dict())
+        self.trainee.load_state_dict(found.tensors)
+        self.n = self.saved_step = found.step
+        self.history = history
+        self.window = Window(**found.meta["window"])
+        self.needed = [history.needed_weights()]
+        self.is_saved = True
 
-    def mark(self):
-        return self.n, len(self.history.rows()), len(self.history.milestones)
-
-    def is_regular(self):
-        "Whether every run validates here."
-        return self.n > 0 and (self.n in self.milestones or bool(self.val_every) and self.n % self.val_every == 0)
-
-    def due(self):
-        "Whether a validation belongs here and is not in the history yet."
-        return (self.n == self.steps or self.is_regular()) and self.history.row(self.n) is None
+    # ---- one step
 
     def step(self):
         metrics = self.trainee.step(self.n)
         self.window.add(self.n, metrics)
-        _tell(self.callbacks, "on_step", self.n, metrics)
+        for callback in self.callbacks:
+            if hasattr(callback, "on_step"):
+                callback.on_step(self.n, metrics)
         self.n += 1
+        self.is_saved = False
 
     def read(self):
         "Take in pending metrics; a bad one ends the run."
         try:
             self.window.read()
         except FloatingPointError as e:
-            raise self.keeper.failure(e) from None
-        self.looked = time.monotonic()
+            raise self.failure(e) from None
+        self.read_at = time.monotonic()
+
+    def failure(self, why):
+        kept = "nothing was saved"
+        if self.saved_step:
+            kept = f"the last good checkpoint (step {self.saved_step}) is kept in {self.checkpoints.dir}"
+        return AimError(f"{self.desc}: {why}; stopped, {kept}. Try a smaller learning rate.")
+
+    # ---- validation
+
+    def is_regular(self):
+        "Whether every run validates here."
+        return self.n > 0 and (self.n in self.milestones or bool(self.val_every) and self.n % self.val_every == 0)
+
+    def is_validation_due(self):
+        "Whether a validation belongs here and is not in the history yet."
+        return (self.n == self.steps or self.is_regular()) and self.history.row(self.n) is None
+
+    def score(self, row):
+        "How good a validation is; larger is better, and the earlier of equals wins."
+        return self.sign * row[self.metric] if self.metric in row else -math.inf
 
     def validate(self):
-        "Add a row, and set the weights aside if it is the best so far."
-        measured = self.trainee.validate(self.n) if hasattr(self.trainee, "validate") else {}
-        row = dict(step=self.n, **self.window.means(), **{k: _plain(v) for k, v in measured.items()})
-        before = self.history.regular_best
-        is_best = self.metric in row and (before is None or self.score(row) > self.score(self.history.row(before)))
-        if not self.is_regular():
-            self.history.end = row
-            self.history.end_is_best = is_best
-        else:
+        "Add a row to the history, and set the weights aside if it is the best so far."
+        measured = self.trainee.evaluate(self.n)
+        measured = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in measured.items()}
+        row = dict(step=self.n, **self.window.means(), **measured)
+        best = self.history.regular_best
+        is_best = self.metric in row and (best is None or self.score(row) > self.score(self.history.row(best)))
+        if self.is_regular():
             self.history.append(row)
             self.window = Window()
             if is_best:
                 self.history.regular_best = self.n
-                needed = any(before in m for m in self.history.milestones)
-                self.keeper.set_aside(self.n, row, replace=None if needed else before)
-        _tell(self.callbacks, "on_validate", row)
+                if not any(best in milestone for milestone in self.history.milestones):
+                    self.waiting.pop(best, None)
+                self.set_aside(row)
+        else:
+            self.history.end = row
+            self.history.end_is_best = is_best
+        self.is_saved = False
+        for callback in self.callbacks:
+            if callable(callback):
+                callback(row)
+
+    # ---- files
+
+    def set_aside(self, notes):
+        "Keep the weights of this step for the next save."
+        if not self.checkpoints:
+            return
+        start = time.monotonic()
+        weights = self.finite(self.trainee.weights())
+        self.waiting[self.n] = {k: t.detach().clone() for k, t in weights.items()}, notes
+        self.next_cost += time.monotonic() - start
 
     def reach_milestone(self):
         "Set the weights aside, with the history up to here."
+        self.is_saved = False
         self.history.milestones.append([self.n, self.history.best_step])
-        self.tally()
-        self.keeper.set_aside(self.n, dict(history=self.history.asdict()))
+        self.count_seconds()
+        self.set_aside(dict(history=self.history.asdict()))
 
-    def tally(self):
-        "Bring the history's seconds up to date."
-        self.history.seconds = self.before[0] + time.monotonic() - self.start
-        self.history.save_seconds = self.before[1] + self.keeper.clock.total
+    def is_save_due(self):
+        if self.save_every:
+            return self.n % self.save_every == 0
+        return time.monotonic() - self.saved_at >= max(20.0, 40 * self.save_cost)
 
     def save(self):
         "Write the state and all the run remembers."
-        self.kept = self.mark()
-        self.tally()
-        self.keeper.save(self.n, self.history, self.window)
-        self.tally()  # with this save, for who asks what saving cost
+        self.is_saved = True
+        self.count_seconds()
+        if not self.checkpoints:
+            return
+        start = time.monotonic()
+        tensors = self.finite(self.trainee.state_dict())
+        for step, (weights, notes) in self.waiting.items():
+            self.checkpoints.save_weights(step, weights, notes)
+        self.checkpoints.save(self.n, tensors, dict(history=self.history.asdict(), window=self.window.asdict()))
+        self.waiting = {}
+        self.needed = [*self.needed[-1:], self.history.needed_weights()]
+        if len(self.needed) == 2:
+            self.checkpoints.drop_weights(set().union(*self.needed))
+        self.saved_step = self.n
+        self.saved_at = time.monotonic()
+        self.save_cost = self.next_cost + self.saved_at - start
+        self.next_cost = 0.0
+        self.history.save_seconds += self.save_cost
+        self.count_seconds()
+
+    def finite(self, tensors):
+        "The tensors, refused where one of them is no longer finite."
+        if bad := first_bad(tensors):
+            raise self.failure(f"{bad} is no longer finite after step {self.n - 1}")
+        return tensors
+
+    def count_seconds(self):
+        now = time.monotonic()
+        self.history.seconds += now - self.clock
+        self.clock = now
+
+    # ---- all of it
 
     def go(self, bar, asked):
-        "From where the run is to its end."
+        "From where the run is to its end, or to the end of the step in which somebody `asked` it to stop."
         while True:
-            if self.due():
+            if self.is_validation_due():
                 self.read()
                 self.validate()
-                bar.set_postfix(self.shown(), refresh=False)
-            stopped = self.stop_when is not None and self.stop_when(self.history)
-            ends = self.n == self.steps or stopped
-            if (ends or self.n in self.milestones) and not any(m[0] == self.n for m in self.history.milestones):
+                self.show(bar)
+            ends = self.n == self.steps or self.stop_when is not None and self.stop_when(self.history)
+            if (ends or self.n in self.milestones) and not any(step == self.n for step, _ in self.history.milestones):
                 self.reach_milestone()
             if ends or asked:
-                return
+                break
             self.step()
             bar.update()
-            saving = self.n < self.steps and self.keeper.clock.due(self.n)
-            if saving or len(self.window.pending) >= 50 or time.monotonic() - self.looked > 1:
+            saves = self.n < self.steps and self.is_save_due()
+            if saves or len(self.window.pending) >= 50 or time.monotonic() - self.read_at > 1:
                 self.read()
-                bar.set_postfix(self.shown(), refresh=False)
-            if saving:
+                self.show(bar)
+            if saves:
                 self.save()
+        if not self.is_saved:
+            self.read()
+            self.save()
 
-    def shown(self):
-        "What stands beside the progress bar."
+    def show(self, bar):
+        "Put the last validation and the means since then into the progress bar."
         last = self.history.last or {}
-        means = self.window.means() if self.window.count else last
-        return {
-            k: f"{v:.3g}"
-            for k, v in ({k: last[k] for k in (self.metric,) if k in last} | means).items()
-            if k != "step" and isinstance(v, float)
-        }
+        shown = {self.metric: last[self.metric]} if self.metric in last else {}
+        shown |= self.window.means() if self.window.count else last
+        texts = {k: f"{v:.3g}" for k, v in shown.items() if k != "step" and isinstance(v, float)}
+        bar.set_postfix(texts, refresh=False)
 
-# %% ../../nbs/62_loop.ipynb #06423910
+# %% ../../nbs/62_loop.ipynb #ac05d8be
 def run_loop(
-    trainee,  # has step, tensors, load, and perhaps validate and weights
+    trainee,  # see `Trainee`
     steps,  # how many in all, those of earlier runs included
     val_every=0,  # steps between validations (0: only at the end)
     checkpoints=None,  # a `Checkpoints`, None to keep nothing
     save_every=0,  # steps between saves (0: as often as costs at most 2.5 % of the time)
-    callbacks=(),  # functions of a validation's row, or objects with on_step(i, metrics) and on_validate(row)
+    callbacks=(),  # functions of a validation's row; objects with on_step(i, metrics) hear of every step
     desc="run",  # what the progress bar says
     best="accuracy",  # the metric that chooses the best state; "-loss": smaller is better
     fresh=None,  # forget what is on disk (None: what $AIM_FRESH says)
     milestones=(),  # steps whose weights are kept, besides those of the end
-    stop_when=None,  # history -> whether to end the run early, asked after each validation
+    stop_when=None,  # history -> whether to end the run early
 ) -> History:
     """Train to the end, from where the last run of the same identity stopped, and leave the trainee in its last state.
 
@@ -445,40 +467,33 @@ def run_loop(
             checkpoints.clear()
         if checkpoints and (history := load_milestone(trainee, steps, checkpoints)):
             return history
-        keeper = Keeper(trainee, checkpoints, save_every, desc)
-        run = Run(trainee, steps, val_every, keeper, callbacks, best, milestones, stop_when)
+        run = Run(trainee, steps, val_every, checkpoints, save_every, callbacks, desc, best, milestones, stop_when)
         if 0 < run.n < steps:
             print(f"{desc}: resumed at step {run.n:,} of {steps:,}")
-        with progress(total=steps, initial=run.n, desc=desc, disable=run.n == steps and not run.due()) as bar:
+        is_over = run.n == steps and not run.is_validation_due()
+        with progress(total=steps, initial=run.n, desc=desc, disable=is_over) as bar:
             run.go(bar, asked)
-        if run.kept != run.mark():
-            run.read()
-            run.save()
     if asked:
-        print(
-            f"{desc}: stopped after step {run.n:,} of {steps:,}"
-            + (", saved; run the same command again to resume." if checkpoints else ".")
-        )
+        saved = ", saved; run the same command again to resume." if checkpoints else "."
+        print(f"{desc}: stopped after step {run.n:,} of {steps:,}{saved}")
         raise KeyboardInterrupt
     return run.history
 
 
 def load_milestone(trainee, steps, checkpoints) -> History | None:
     "Load the weights of a milestone that a longer run has passed; returns the history up to it, None where there is none."
-    newest = next(iter(checkpoints.files()), None)
-    if newest is None or int(newest.stem.rpartition("-")[2]) <= steps:
-        return None
-    saved = checkpoints.weights(steps)
+    newest = max(checkpoints.state_steps(), default=0)
+    saved = checkpoints.weights(steps) if newest > steps else None
     if saved is None or "history" not in saved.meta:
         return None
-    trainee.load_weights(saved.tensors)
-    history = History(**saved.meta["history"])
+    history = read_history(saved.meta, checkpoints.dir)
     history.resumed = steps
+    trainee.load_weights(saved.tensors)
     return history
 
 
 def load_best(trainee, history, checkpoints):
-    "Load the weights of the best validation of a history; they must be those of that step."
+    "Load the weights of the best validation of a history."
     saved = checkpoints.weights(history.best_step)
     if saved is None:
         raise AimError(

@@ -11,104 +11,22 @@ import numpy as np
 import torch
 from torch import nn
 import torch.nn.functional as F
-from torch.optim.adam import adam as adam_
-from ..aim import AIM, LinearTwin, mix, unit, unit_grad
-from ..anml import ANML, FastLastNorm, FastP
-from .checkpoints import tensors_sha
-from ..core import AimError, atomic_write, check_choice, progress, runs_dir, torch_rng
+from ..anml import ANML
 from ..config import Budget, Protocol
+from ..core import AimError, atomic_write, progress, runs_dir, torch_rng
 from ..data.tasks import Trajectory, draw_trajectory, eval_view, policy
+from .checkpoints import tensors_sha
+from ..kernels.idle_adam import AdamP, AdamTail
 
 # %% auto #0
-__all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'BETA1', 'BETA2', 'EPS', 'LADDER', 'AUTHORS_RATES', 'POINTS', 'VAL_CLASSES',
-           'rate_on_test_images', 'same_images', 'banners', 'metatest_rows', 'Frozen', 'frozen', 'Outcome',
-           'fresh_head', 'class_hits', 'Looks', 'Heads', 'run_heads', 'idle_measure', 'gauss_rule', 'catch_up_',
-           'Moving', 'AdamLinear', 'OwnMechanisms', 'AdamAIM', 'AdamTail', 'freezes_reduce', 'metatest_reference',
-           'run_tails', 'AdamP', 'run_anml', 'points', 'pick_rates', 'best_mean', 'best_mode', 'Store', 'store_path',
-           'classes_met', 'evaluating', 'MetaTest', 'search', 'next_rate', 'rate_scores', 'choose_rates', 'run_points',
-           'forgetting', 'class_means', 'metatest', 'means_metrics', 'summary', 'validate_continual', 'mechanism_use']
+__all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'LADDER', 'AUTHORS_RATES', 'POINTS', 'VAL_CLASSES', 'Outcome', 'class_accuracy',
+           'EvalPoints', 'fresh_head', 'freezes_reduce', 'PlainLearner', 'follow', 'metatest_reference', 'FeatureCache',
+           'network_inputs', 'row_masks', 'Heads', 'run_heads', 'TailLearner', 'ANMLLearner', 'rate_on_test_images',
+           'same_images', 'banners', 'metatest_rows', 'points', 'pick_rates', 'best_mean', 'best_mode', 'next_rate',
+           'Store', 'store_path', 'classes_met', 'evaluating', 'MetaTest', 'forgetting', 'summary', 'learning_metrics',
+           'means_metrics', 'metatest', 'validate_continual', 'mechanism_use']
 
-# %% ../../nbs/66_metatest.ipynb #1c615e3e
-RELEASE_BANNER = (
-    "!! protocol=release on omniglot: the classes were meta-trained on, and the images asked about are the images learnt from. "
-    "These accuracies measure memory, not learning; they are not comparable with held-out ones."
-)
-
-RATE_BANNER = (
-    "!! The learning rate of this meta-test is chosen on the TEST images, as the authors do. "
-    "These accuracies are too good; they are not comparable with those of rates chosen without test images."
-)
-
-
-def rate_on_test_images(protocol):
-    return protocol.metatest_rate == "test"
-
-
-def same_images(protocol, dataset) -> bool:
-    "Whether a protocol, by its name, asks about the images learnt from: the release's, on Omniglot alone."
-    return protocol == "release" and dataset == "omniglot"
-
-
-def banners(protocol, dataset) -> list:
-    "What has to be said aloud about a meta-test."
-    return [RELEASE_BANNER] * same_images(protocol.protocol, dataset) + [RATE_BANNER] * rate_on_test_images(protocol)
-
-
-def metatest_rows(
-    bank,
-    protocol="heldout",  # heldout | release (differs on omniglot alone) | leak (as heldout)
-    split="test",  # test | val | seen: meta-training classes, with images to learn from and others
-) -> tuple:
-    "Class rows to learn from and to be asked about."
-    if same_images(protocol, bank.name) and split == "test":
-        rows = (bank.class_rows("train") + bank.class_rows("val"))[:650]
-        return rows, rows
-    classes = "train" if split == "seen" else split
-    return bank.class_rows(classes, "train"), bank.class_rows(classes, "test")
-
-# %% ../../nbs/66_metatest.ipynb #f71c16ab
-class Frozen(NamedTuple):
-    "Vectors of some images of a bank."
-
-    vectors: torch.Tensor
-    at: np.ndarray  # row of the bank -> row of `vectors`
-
-    def take(self, rows):
-        return self.vectors[torch.as_tensor(self.at[np.asarray(rows)])]
-
-    def lacks(self, rows):
-        return (rows >= len(self.at)) | (self.at[np.minimum(rows, len(self.at) - 1)] < 0)
-
-    def join(self, other):
-        "The images of both."
-        at = np.full(max(len(self.at), len(other.at)), -1)
-        at[: len(self.at)] = self.at
-        new = other.at >= 0
-        at[: len(other.at)][new] = other.at[new] + len(self.vectors)
-        return Frozen(torch.cat([self.vectors, other.vectors]), at)
-
-
-@torch.no_grad()
-def frozen(
-    fn,  # images (normalised), their rows -> anything with a row for each
-    bank,
-    rows,  # which images
-    norm,  # (mean, std) of the inputs
-    batch=256,
-    device="cpu",
-) -> Frozen:
-    "`fn` of each image in `rows`."
-    rows = np.unique(np.concatenate([np.asarray(r).ravel() for r in rows]))
-    crop = policy(bank.name, "continual")
-    out = []
-    for i in range(0, len(rows), batch):
-        part = rows[i : i + batch]
-        out.append(fn(eval_view(bank.images[part], norm, crop).to(device), part).cpu())
-    at = np.full(rows[-1] + 1, -1)
-    at[rows] = np.arange(len(rows))
-    return Frozen(torch.cat(out), at)
-
-# %% ../../nbs/66_metatest.ipynb #717d2dea
+# %% ../../nbs/66_metatest.ipynb #58179e35
 class Outcome(NamedTuple):
     "What a trajectory ended with."
 
@@ -117,498 +35,329 @@ class Outcome(NamedTuple):
     by_age: list  # test accuracy of each class at the end, in the order they were learnt
 
 
-def fresh_head(
-    d,
-    n_out,
-    key,  # what the draw depends on
-):
-    "An output layer as it is before anything is learnt: Kaiming-normal weights (n_out, d)."
-    return torch.empty(n_out, d).normal_(0, math.sqrt(2 / d), generator=torch_rng(*key, "fc"))
-
-
-def class_hits(
+def class_accuracy(
     logits,  # rows -> (rows, n_out)
     rows,  # (classes, images)
     labels,  # (classes,)
 ):
     "The accuracy (%) of each class."
-    hit = logits(rows.ravel()).argmax(-1).cpu().view(rows.shape) == torch.as_tensor(labels)[:, None]
-    return 100 * hit.double().mean(1).numpy()
+    right = logits(rows.ravel()).argmax(-1).cpu().view(rows.shape) == torch.as_tensor(labels)[:, None]
+    return 100 * right.double().mean(1).numpy()
 
-# %% ../../nbs/66_metatest.ipynb #70f7d78e
-class Looks:
-    "Looks at one trajectory after some numbers of classes."
 
-    def __init__(self, tr, ns):
-        self.tr, self.ns, self.train, self.test, self.ages = tr, list(ns), {}, {}, None
+class EvalPoints:
+    "The accuracies of one trajectory after some numbers of classes."
+
+    def __init__(self, trajectory, ns):
+        self.trajectory = trajectory
+        self.ns = list(ns)
+        self.train = {}
+        self.test = {}
+        self.by_age = []
 
     @torch.no_grad()
-    def look(
+    def evaluate(
         self,
         n,  # classes learnt so far
-        logits,
-    ):  # rows -> logits as they are now
-        "Take the accuracies if this is a point to look at."
+        logits,  # rows -> logits as they are now
+    ):
+        "Take the accuracies if this is one of the points."
         if n not in self.ns:
             return
-        c = self.tr.classes[:n]
-        self.train[n] = class_hits(logits, self.tr.train[:n], c).mean()
-        self.ages = class_hits(logits, self.tr.test[:n], c)
-        self.test[n] = self.ages.mean()
+        classes = self.trajectory.classes[:n]
+        self.train[n] = float(class_accuracy(logits, self.trajectory.train[:n], classes).mean())
+        by_age = class_accuracy(logits, self.trajectory.test[:n], classes)
+        self.test[n] = float(by_age.mean())
+        self.by_age = [float(a) for a in by_age]
 
     def outcome(self):
-        return Outcome(
-            [float(self.train[n]) for n in self.ns],
-            [float(self.test[n]) for n in self.ns],
-            [float(a) for a in self.ages],
-        )
+        return Outcome([self.train[n] for n in self.ns], [self.test[n] for n in self.ns], self.by_age)
 
-# %% ../../nbs/66_metatest.ipynb #48c2abec
-class Heads:
-    "Output layers of several trajectories and their Adam, one parameter group for each rate."
-
-    def __init__(self, d, n_out, rates, keys, device="cpu"):
-        self.W = torch.stack([fresh_head(d, n_out, k) for k in keys]).to(device)
-        self.b = torch.zeros(len(keys), n_out, device=device)
-        self.gW, self.gb = torch.empty_like(self.W), torch.empty_like(self.b)
-        self.minus = -torch.ones(len(keys), 1, device=device)
-        self.opt = torch.optim.Adam([self.group(g, lr) for g, lr in enumerate(rates)], fused=True)
-
-    def group(self, g, lr):
-        "The slices of trajectory `g`."
-        params = [nn.Parameter(t[g]) for t in (self.W, self.b)]
-        params[0].grad, params[1].grad = self.gW[g], self.gb[g]
-        return dict(params=params, lr=lr)
-
-    @torch.no_grad()
-    def step(self, x, y):  # (G, d) one image of each trajectory, (G,) its label
-        "One Adam step on the cross entropy of each."
-        logits = torch.baddbmm(self.b[:, :, None], self.W, x[:, :, None]).squeeze(-1)
-        torch.softmax(logits, -1, out=self.gb).scatter_add_(1, y[:, None], self.minus)  # dL/dlogits = p - onehot(y)
-        torch.mul(self.gb[:, :, None], x[:, None, :], out=self.gW)
-        self.opt.step()
-
-# %% ../../nbs/66_metatest.ipynb #cf45652f
-def run_heads(
-    o: Frozen,  # inputs of the output layer
-    trajectories,  # list of Trajectory
-    rates,  # learning rate of each
-    ns,  # after how many classes to look
-    n_out,  # outputs
-    keys,  # of each trajectory's fresh head
-    desc="meta-test",
-    device="cpu",
-) -> list:
-    "Adam on the output layer alone, all trajectories in lock step: an Outcome for each."
-    n, T = max(ns), trajectories[0].train.shape[1]
-    heads = Heads(o.vectors.shape[1], n_out, rates, keys, device)
-    rows = torch.as_tensor(np.stack([o.at[t.train[:n].ravel()] for t in trajectories], 1))  # (n*T, G)
-    labels = torch.as_tensor(np.stack([np.repeat(t.classes[:n], T) for t in trajectories], 1)).to(device)
-    looks = [Looks(t, ns) for t in trajectories]
-    for c in progress(range(n), desc=desc, leave=False, delay=3):
-        for t in range(c * T, (c + 1) * T):
-            heads.step(o.vectors[rows[t]].to(device), labels[t])
-        for g, look in enumerate(looks):
-            look.look(c + 1, lambda r: o.take(r).to(device) @ heads.W[g].T + heads.b[g])
-    return [look.outcome() for look in looks]
-
-# %% ../../nbs/66_metatest.ipynb #23b1935c
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
-
-
-def idle_measure(
-    t,  # step of the last gradient
-    s,  # idle steps since
-) -> tuple:
-    "Places c_j and weights u_j of the sum over idle steps; what b1^j makes smaller than rounding is left out."
-    j = np.arange(1, min(s, 400) + 1)
-    c = np.sqrt(1 - BETA2 ** (t + j)) / BETA2 ** (j / 2)
-    return c, BETA1**j * c / (1 - BETA1 ** (t + j))
-
-
-@functools.lru_cache(200_000)
-def gauss_rule(t, s, nodes=3) -> tuple:
-    "Places and weights of the Gauss rule of that measure, by three steps of Lanczos."
-    c, u = idle_measure(t, s)
-    if len(c) <= nodes:
-        return tuple(c), tuple(u)
-    Q, T, q = [], np.zeros((nodes, nodes)), np.sqrt(u / u.sum())
-    for i in range(nodes):
-        Q.append(q)
-        w = c * q
-        T[i, i] = w @ q
-        w = w - sum((w @ p) * p for p in Q)
-        if i + 1 < nodes:
-            T[i, i + 1] = T[i + 1, i] = norm = np.linalg.norm(w)
-            q = w / max(norm, 1e-300)
-    x, V = np.linalg.eigh(T)
-    return tuple(x), tuple(u.sum() * V[0] ** 2)
-
-# %% ../../nbs/66_metatest.ipynb #e408b7e1
-def catch_up_(
-    p,
-    m,
-    v,  # weights and Adam's two moments, moved in place
-    t,
-    s,  # last gradient at step t, idle for s steps since
-    lr,
+# %% ../../nbs/66_metatest.ipynb #d6505e0f
+def fresh_head(
+    d,
+    n_out,
+    key,  # what the draw depends on
 ):
-    "What `s` Adam steps with a zero gradient do, some 65,000 weights at a time (they stay in the cache)."
-    if not s:
-        return
-    rows = max(1, 2**16 // p[0].numel())
-    root, rule = torch.empty_like(v[:rows]), [*zip(*gauss_rule(t, s))]
-    tmp = torch.empty_like(root)
-    for p, m, v in zip(p.split(rows), m.split(rows), v.split(rows)):
-        r = torch.sqrt(v, out=root[: len(v)])
-        for x, w in rule:
-            p.addcdiv_(m, torch.add(r, EPS * x, out=tmp[: len(v)]), value=-lr * w)
-        m.mul_(BETA1**s)
-        v.mul_(BETA2**s)
+    "An output layer as it is before anything is learnt: Kaiming-normal weights (n_out, d); its bias is zero."
+    return torch.empty(n_out, d).normal_(0, math.sqrt(2 / d), generator=torch_rng(*key, "fc"))
 
-# %% ../../nbs/66_metatest.ipynb #33ddd009
-class Moving:
-    "Tensors under fused Adam: their gradient buffers and moments."
 
-    def __init__(self, lr):
-        self.lr, self.p, self.g, self.m, self.v, self.t = lr, {}, {}, {}, {}, {}
-
-    def add(self, name, tensor, step=0, buffer=None):
-        "Take in a tensor (copied) whose Adam has seen `step` steps."
-        self.p[name], self.t[name] = tensor.detach().clone(), torch.tensor(float(step), device=tensor.device)
-        self.g[name] = torch.zeros_like(tensor) if buffer is None else buffer
-        self.m[name], self.v[name] = (torch.zeros_like(tensor, requires_grad=False) for _ in range(2))
-        return self.p[name]
-
-    def step(self, names):
-        "One Adam step of `names`, given their gradients in `g`."
-        lists = [[d[n] for n in names] for d in (self.p, self.g, self.m, self.v)]
-        adam_(
-            *lists,
-            [],
-            [self.t[n] for n in names],
-            fused=True,
-            amsgrad=False,
-            beta1=BETA1,
-            beta2=BETA2,
-            lr=self.lr,
-            weight_decay=0.0,
-            eps=EPS,
-            maximize=False,
-        )
-
-# %% ../../nbs/66_metatest.ipynb #26f68157
-class AdamLinear:
-    "A dense linear map y = W x (+ b) of one vector."
-
-    def __init__(self, moving, name, weight, bias=None):
-        self.moving, self.names = moving, [f"{name}.weight"] + [f"{name}.bias"] * (bias is not None)
-        for n, t in zip(self.names, (weight, bias)):
-            moving.add(n, t)
-        self.W, self.b = (moving.p.get(f"{name}.{k}") for k in ("weight", "bias"))
-
-    def __call__(self, x):
-        self.x = x
-        return F.linear(x, self.W, self.b)
-
-    def back(self, g, need=True):
-        "Fill the gradients for g = dL/dy; return dL/dx."
-        torch.outer(g, self.x, out=self.moving.g[self.names[0]])
-        if self.b is not None:
-            self.moving.g[self.names[1]].copy_(g)
-        return g @ self.W if need else None
-
-# %% ../../nbs/66_metatest.ipynb #26d2b48c
-class OwnMechanisms:
-    "AIM of one trajectory: mechanisms copied when first used, brought up to date when next used."
-
-    def __init__(self, moving, aim, adam="exact"):
-        self.aim, self.moving, self.lazy = aim, moving, adam == "lazy"
-        self.dense = [n for n in ("h", "W_Q", "W_K", "b_K") if getattr(aim, n) is not None]
-        for n in self.dense:
-            setattr(self, n, moving.add(f"aim.{n}", getattr(aim, n)))
-        self.own, self.last, self.t, self.before = {}, {}, 0, []
-        self.buffers = aim.W_M.new_empty(aim.K, aim.d_in, aim.d_out)
-
-    def mechanism(self, m, now):
-        "W_m as it is at step `now`."
-        if m not in self.own:
-            self.own[m], self.last[m] = (
-                self.moving.add(f"W_M.{m}", self.aim.W_M[m], 0 if self.lazy else now, buffer=self.buffers[0]),
-                now,
-            )
-        if not self.lazy and self.last[m] < now:
-            n = f"W_M.{m}"
-            catch_up_(self.own[m], self.moving.m[n], self.moving.v[n], self.last[m], now - self.last[m], self.moving.lr)
-            self.moving.t[n].fill_(now)
-            self.last[m] = now
-        return self.own[m]
-
-    def score(self, z):
-        "The gate's value for every mechanism, for z (..., D)."
-        self.q = torch.bmm(self.h[:, None], self.W_Q)[:, 0]
-        self.k = z @ self.W_K if self.aim.b_K is None else z @ self.W_K + self.b_K
-        return self.aim.scores(self.k, self.q)
-
-    def __call__(self, z):
-        s = self.score(z)
-        self.idx = s.topk(self.aim.K).indices if self.aim.mask == "attended" else self.aim.choose(s).nonzero()[:, 0]
-        self.a = s[self.idx]
-        self.z, self.active = z, self.idx.tolist()
-        self.Y = torch.stack([z @ self.mechanism(m, self.t) for m in self.active])
-        y = self.a @ self.Y
-        self.out, self.norm = unit(y) if self.aim.gate == "raw" else (y, None)
-        return self.out
-
-# %% ../../nbs/66_metatest.ipynb #02975345
-class AdamAIM(OwnMechanisms):
-    "AIM of one trajectory under Adam."
-
-    def back(self, g):
-        "Fill the gradients of what was used, for g = dL/dout; return dL/dz."
-        if self.norm is not None:
-            g = unit_grad(g, self.out, self.norm)
-        grad, aim = self.moving.g, self.aim
-        ds = self.Y @ g / math.sqrt(aim.d_k)
-        if aim.gate == "sigmoid":
-            ds = ds * self.a * (1 - self.a)
-        dk, dq = ds @ self.q[self.idx], torch.outer(ds, self.k)
-        self.fill_queries(dq)
-        torch.outer(self.z, dk, out=grad["aim.W_K"])
-        if aim.b_K is not None:
-            grad["aim.b_K"].copy_(dk)
-        for buffer, m, a in zip(self.buffers, self.active, self.a):
-            torch.outer(self.z * a, g, out=buffer)
-            grad[f"W_M.{m}"] = buffer
-        return torch.stack([self.own[m] @ g for m in self.active]).mT @ self.a + self.W_K @ dk
-
-    def fill_queries(self, dq):
-        "The gradients of h and W_Q: rows of the mechanisms in use, zero elsewhere."
-        for n in ("h", "W_Q"):
-            g = self.moving.g[f"aim.{n}"]
-            if len(self.before):
-                g[self.before] = 0.0
-        self.moving.g["aim.h"][self.idx] = torch.bmm(self.W_Q[self.idx], dq[:, :, None])[:, :, 0]
-        self.moving.g["aim.W_Q"][self.idx] = self.h[self.idx][:, :, None] * dq[:, None]
-        self.before = self.idx
-
-    def moved(self):
-        "A step was made: the names it moved."
-        self.t += 1
-        self.last.update(dict.fromkeys(self.active, self.t))
-
-    @property
-    def names(self):
-        return [f"aim.{n}" for n in self.dense] + [f"W_M.{m}" for m in self.active]
-
-    def batch(self, z):
-        "Outputs for many rows, every mechanism brought up to date."
-        W = self.aim.W_M.detach().clone()
-        for m in list(self.own):
-            W[m] = self.mechanism(m, self.t)
-        a = self.score(z)
-        y = mix(z, W, a, self.aim.choose(a))
-        return unit(y)[0] if self.aim.gate == "raw" else y
-
-# %% ../../nbs/66_metatest.ipynb #92e9bbc7
-class AdamTail:
-    "A tail with a fresh output layer, all of it under Adam, one image a step."
-
-    def __init__(
-        self,
-        tail,  # not changed
-        lr,
-        head,  # first weights of the output layer (n_out, d)
-        adam="exact",  # or lazy: idle mechanisms stand still
-        freeze_reduce=False,  # the reduce layer stands still (the authors' ANML)
-    ):
-        self.moving = Moving(lr)
-        self.tail = tail
-        self.reduce = tail.reduce and AdamLinear(self.moving, "reduce", tail.reduce.weight, tail.reduce.bias)
-        self.layer = None
-        if isinstance(tail.layer, AIM):
-            self.layer = AdamAIM(self.moving, tail.layer, check_choice("adam", adam, ("exact", "lazy")))
-        elif isinstance(tail.layer, LinearTwin):
-            self.layer = AdamLinear(self.moving, "layer", tail.layer.W.t())
-        self.fc = AdamLinear(self.moving, "fc", head, torch.zeros_like(head[:, 0]))
-        self.parts = [p for p in (None if freeze_reduce else self.reduce, self.layer, self.fc) if p]
-
-    @torch.no_grad()
-    def __call__(self, f):
-        "Logits of one feature vector."
-        if self.reduce:
-            f = self.reduce(f)
-            if self.tail.relu:
-                self.on = f > 0
-                f = f * self.on
-        if self.layer:
-            f = self.layer(f)
-        if self.tail.unit:
-            f, length = unit(f)
-            self.output = f, length
-        return self.fc(f)
-
-    @torch.no_grad()
-    def step(self, g, need=False):
-        "One Adam step for g = dL/dlogits; returns dL/df if that is needed."
-        last = self.reduce or self.layer or self.fc
-        g = self.fc.back(g, need or last is not self.fc)
-        if self.tail.unit:
-            g = unit_grad(g, *self.output)
-        if self.layer:
-            g = (
-                self.layer.back(g)
-                if isinstance(self.layer, AdamAIM)
-                else self.layer.back(g, need or last is not self.layer)
-            )
-        if self.reduce:
-            g = self.reduce.back(g * self.on if self.tail.relu else g, need)
-        self.moving.step([n for p in self.parts for n in p.names])
-        if isinstance(self.layer, AdamAIM):
-            self.layer.moved()
-        return g
-
-    @torch.no_grad()
-    def batch(self, f):
-        "Logits of many feature vectors, nothing moved."
-        if self.reduce:
-            f = F.linear(f, self.reduce.W, self.reduce.b)
-            f = f.relu() if self.tail.relu else f
-        if isinstance(self.layer, AdamAIM):
-            f = self.layer.batch(f)
-        elif self.layer:
-            f = F.linear(f, self.layer.W)
-        if self.tail.unit:
-            f = unit(f)[0]
-        return F.linear(f, self.fc.W, self.fc.b)
-
-# %% ../../nbs/66_metatest.ipynb #3067f987
 def freezes_reduce(net, fast_set) -> bool:
     "Whether the reduce layer stands still at meta-test: in the authors' ANML it does."
     return isinstance(net, ANML) and fast_set == "release"
 
 
-def metatest_reference(
-    net,  # OML or ANML
-    images,  # rows -> normalised images
-    tr: Trajectory,
-    lr,
-    ns,  # after how many classes to look
-    key,  # of the fresh output layer
-    update="head",  # head | fast
-    fast_set="paper",  # ANML: paper | release
+class PlainLearner:
+    "A copy of a network with a fresh output layer that learns image by image."
+
+    def __init__(
+        self,
+        net,  # OML or ANML
+        images,  # rows -> normalised images
+        lr,
+        head,  # (n_out, d) first weights of the output layer
+        update="head",  # head | fast
+        fast_set="paper",  # ANML's: paper | release
+    ):
+        self.net = copy.deepcopy(net).eval()
+        self.images = images
+        with torch.no_grad():
+            self.net.tail.fc.weight.copy_(head)
+            self.net.tail.fc.bias.zero_()
+        names = ("tail.fc",) if update == "head" else self.net.fast_names(fast_set)
+        still = ("tail.reduce",) if freezes_reduce(net, fast_set) else ()
+        for name, p in self.net.named_parameters():
+            p.requires_grad_(name.startswith(names) and not name.startswith(still))
+        self.moving = [p for p in self.net.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(self.moving, lr=lr)
+
+    def learn(self, row, label):
+        "One Adam step on one image."
+        for p in self.moving:
+            p.grad = torch.zeros_like(p)  # a parameter without a gradient moves on, as under dense Adam
+        F.cross_entropy(self.net(self.images([row])), torch.tensor([int(label)])).backward()
+        self.optimizer.step()
+
+    def logits(self, rows):
+        return self.net(self.images(rows))
+
+
+def follow(
+    learner,  # has learn(row, label) and logits(rows)
+    trajectory,
+    ns,  # after how many classes to evaluate
+    desc="meta-test",
+) -> Outcome:
+    "Learn a trajectory image by image, up to the largest of `ns`."
+    points = EvalPoints(trajectory, ns)
+    for i in progress(range(max(ns)), desc=desc, leave=False, delay=3):
+        for row in trajectory.train[i]:
+            learner.learn(row, trajectory.classes[i])
+        points.evaluate(i + 1, learner.logits)
+    return points.outcome()
+
+
+def metatest_reference(net, images, trajectory, lr, ns, head, update="head", fast_set="paper") -> tuple:
+    "One trajectory, the plain way: (Outcome, the network at its end)."
+    learner = PlainLearner(net, images, lr, head, update, fast_set)
+    return follow(learner, trajectory, ns), learner.net
+
+# %% ../../nbs/66_metatest.ipynb #4ae258fb
+class FeatureCache:
+    "A vector for each row of a bank, computed when first needed."
+
+    def __init__(
+        self,
+        n_rows,  # of the bank
+        compute,  # rows -> (rows, d)
+    ):
+        self.compute = compute
+        self.at = np.full(n_rows, -1)  # row of the bank -> row of `vectors`
+        self.vectors = None
+
+    @torch.no_grad()
+    def need(self, rows, batch=256):
+        "Compute what is missing."
+        rows = np.unique(rows)
+        rows = rows[self.at[rows] < 0]
+        if not len(rows):
+            return
+        parts = [] if self.vectors is None else [self.vectors]
+        self.at[rows] = np.arange(len(rows)) + (len(self.vectors) if parts else 0)
+        parts += [self.compute(rows[i : i + batch]).cpu() for i in range(0, len(rows), batch)]
+        self.vectors = torch.cat(parts)
+
+    def take(self, rows):
+        "The vectors of rows (...), as (..., d)."
+        rows = np.asarray(rows)
+        if (self.at[rows] < 0).any():
+            self.need(rows)
+        return self.vectors[torch.as_tensor(self.at[rows])]
+
+
+def network_inputs(bank, rows, norm):
+    "Rows of a bank as a network takes them: normalised images, or the vectors of a bank of features."
+    values = bank.images[np.asarray(rows)]
+    if values.ndim == 2:
+        return torch.as_tensor(values, dtype=torch.float32)
+    return eval_view(values, norm, policy(bank.name, "continual"))
+
+
+def row_masks(net, rows, device="cpu"):
+    "The mechanisms drawn for each image where `mask=random`, (rows, M) bool; None elsewhere."
+    return net.row_masks[rows].to(device) if hasattr(net, "row_masks") else None
+
+# %% ../../nbs/66_metatest.ipynb #86ff349a
+class Heads:
+    "Output layers of several trajectories and their Adam, one parameter group for each rate."
+
+    def __init__(
+        self,
+        weights,  # (G, n_out, d)
+        rates,  # (G,)
+    ):
+        self.W = weights
+        self.b = weights.new_zeros(weights.shape[:2])
+        self.dW = torch.empty_like(self.W)
+        self.db = torch.empty_like(self.b)
+        self.minus_one = -weights.new_ones(len(weights), 1)
+        groups = []
+        for g, lr in enumerate(rates):
+            params = [nn.Parameter(self.W[g]), nn.Parameter(self.b[g])]
+            params[0].grad = self.dW[g]
+            params[1].grad = self.db[g]
+            groups.append(dict(params=params, lr=lr))
+        self.optimizer = torch.optim.Adam(groups, fused=True)
+
+    @torch.no_grad()
+    def step(
+        self,
+        x,  # (G, d) one feature vector of each trajectory
+        y,  # (G,) its label
+    ):
+        "One Adam step on the cross entropy of each."
+        logits = torch.baddbmm(self.b[:, :, None], self.W, x[:, :, None]).squeeze(-1)
+        torch.softmax(logits, -1, out=self.db).scatter_add_(1, y[:, None], self.minus_one)  # p - onehot(y)
+        torch.mul(self.db[:, :, None], x[:, None, :], out=self.dW)
+        self.optimizer.step()
+
+    def logits(self, g, x):
+        "Those of trajectory `g` for vectors x (B, d)."
+        return x @ self.W[g].T + self.b[g]
+
+
+def run_heads(
+    cache,  # FeatureCache of the inputs of the output layer
+    trajectories,
+    rates,  # learning rate of each
+    heads,  # first weights (n_out, d) of each
+    ns,  # after how many classes to evaluate
+    desc="meta-test",
+    device="cpu",
+) -> list:
+    "Adam on the output layer alone, all trajectories in lock step: an Outcome for each."
+    n = max(ns)
+    lock_step = Heads(torch.stack(heads).to(device), rates)
+    rows = np.stack([t.train[:n] for t in trajectories])  # (G, n, images)
+    cache.need(rows)
+    labels = torch.as_tensor(np.stack([t.classes[:n] for t in trajectories])).to(device)
+    points = [EvalPoints(t, ns) for t in trajectories]
+
+    def logits(g, rows):
+        return lock_step.logits(g, cache.take(rows).to(device))
+
+    for c in progress(range(n), desc=desc, leave=False, delay=3):
+        for t in range(rows.shape[2]):
+            lock_step.step(cache.take(rows[:, c, t]).to(device), labels[:, c])
+        for g, point in enumerate(points):
+            point.evaluate(c + 1, functools.partial(logits, g))
+    return [point.outcome() for point in points]
+
+# %% ../../nbs/66_metatest.ipynb #ff1add28
+class TailLearner:
+    "A tail under Adam on cached features."
+
+    def __init__(
+        self,
+        tail,
+        cache,  # FeatureCache of the inputs of the tail
+        lr,
+        head,  # (n_out, d)
+        adam="exact",  # or lazy
+    ):
+        weight = tail.fc.weight
+        self.tail = AdamTail(tail, lr, head.to(weight), adam)
+        self.cache = cache
+        self.device = weight.device
+
+    def learn(self, row, label):
+        self.tail.learn(self.cache.take(row).to(self.device), int(label))
+
+    def logits(self, rows):
+        return self.tail.logits(self.cache.take(rows).to(self.device))
+
+
+class ANMLLearner:
+    "ANML's P and tail under Adam; NM's gates are cached."
+
+    def __init__(
+        self,
+        net,
+        images,  # rows -> normalised images
+        gates,  # FeatureCache of the gates
+        lr,
+        head,  # (n_out, d)
+        fast_set="paper",
+        adam="exact",
+    ):
+        weight = net.tail.fc.weight
+        self.p = AdamP(net.p, fast_set, lr)
+        self.tail = AdamTail(net.tail, lr, head.to(weight), adam, freezes_reduce(net, fast_set))
+        self.images = images
+        self.gates = gates
+        self.device = weight.device
+
+    @torch.no_grad()
+    def features(self, rows):
+        "P's features and the gates of some rows, each (rows, d)."
+        x = self.images(rows).to(self.device)
+        return self.p(self.p.below(x)), self.gates.take(rows).to(self.device)
+
+    def learn(self, row, label):
+        features, gate = self.features([row])
+        self.p.step(self.tail.learn((features * gate)[0], int(label))[None] * gate)
+
+    def logits(self, rows):
+        out = []
+        for part in np.array_split(rows, max(1, len(rows) // 256)):
+            features, gate = self.features(part)
+            out.append(self.tail.logits(features * gate))
+        return torch.cat(out)
+
+# %% ../../nbs/66_metatest.ipynb #1c615e3e
+RELEASE_BANNER = (
+    "!! protocol=release on omniglot: these classes were used in meta-training, and the test images are the images "
+    "learnt from. The accuracies measure memory; do not compare them with held-out ones."
+)
+RATE_BANNER = (
+    "!! metatest_rate=test: the learning rate is chosen on the TEST images, as the authors do. "
+    "The accuracies are too high; do not compare them with those of rates chosen without test images."
+)
+
+
+def rate_on_test_images(protocol):
+    return protocol.metatest_rate == "test"
+
+
+def same_images(protocol, dataset) -> bool:
+    "Whether a protocol, by its name, asks about the images learnt from: the authors', on Omniglot alone."
+    return protocol == "release" and dataset == "omniglot"
+
+
+def banners(protocol, dataset) -> list:
+    "What has to be said aloud about a meta-test."
+    said = []
+    if same_images(protocol.protocol, dataset):
+        said.append(RELEASE_BANNER)
+    if rate_on_test_images(protocol):
+        said.append(RATE_BANNER)
+    return said
+
+
+def metatest_rows(
+    bank,
+    protocol="heldout",  # heldout | release (differs on omniglot alone) | leak (as heldout)
+    split="test",  # test | val | seen: meta-training classes, with images to learn from and others
 ) -> tuple:
-    "One trajectory by the book: (Outcome, the network at its end)."
-    net, look = copy.deepcopy(net).eval(), Looks(tr, ns)
-    fc = net.tail.fc
-    with torch.no_grad():
-        fc.weight.copy_(fresh_head(fc.in_features, fc.out_features, key))
-        fc.bias.zero_()
-    names = ("tail.fc",) if update == "head" else net.fast_names(fast_set)
-    still = ("tail.reduce",) if freezes_reduce(net, fast_set) else ()
-    moving = [p for n, p in net.named_parameters() if n.startswith(names) and not n.startswith(still)]
-    opt = torch.optim.Adam(moving, lr=lr)
-    for i, (c, rows) in enumerate(zip(tr.classes, tr.train)):
-        for r in rows:
-            for p in net.parameters():
-                p.grad = torch.zeros_like(p)
-            F.cross_entropy(net(images([r])), torch.tensor([int(c)])).backward()
-            opt.step()
-        look.look(i + 1, lambda r: net(images(r)))
-    return look.outcome(), net
+    "The rows of each class to learn from, and those to be asked about."
+    if same_images(protocol, bank.name) and split == "test":
+        rows = (bank.class_rows("train") + bank.class_rows("val"))[:650]
+        return rows, rows
+    classes = "train" if split == "seen" else split
+    return bank.class_rows(classes, "train"), bank.class_rows(classes, "test")
 
-# %% ../../nbs/66_metatest.ipynb #e5fe5737
-def run_tails(
-    tail,
-    o: Frozen,  # inputs of the tail
-    trajectories,
-    rates,
-    ns,
-    keys,
-    adam="exact",
-    desc="meta-test",
-    device="cpu",
-    keep=False,
-) -> list:
-    "Adam on the whole tail, one trajectory after the other (each owns up to three times the tail's weights): an Outcome for each."
-    out, fc = [], tail.fc
-    for tr, lr, key in zip(trajectories, rates, keys):
-        own, look = (
-            AdamTail(tail, lr, fresh_head(fc.in_features, fc.out_features, key).to(fc.weight), adam),
-            Looks(tr, ns),
-        )
-        for i in progress(range(max(ns)), desc=desc, leave=False, delay=3):
-            for f in o.take(tr.train[i]).to(device):
-                g = own(f).softmax(-1)
-                g[int(tr.classes[i])] -= 1
-                own.step(g)
-            look.look(i + 1, lambda r: own.batch(o.take(r).to(device)))
-        out.append((look.outcome(), own) if keep else look.outcome())
-    return out
-
-# %% ../../nbs/66_metatest.ipynb #61872a12
-class AdamP:
-    "ANML's P under Adam, one image a step; NM's gate is given."
-
-    def __init__(self, p, fast_set, lr):
-        self.fast = (FastP if fast_set == "paper" else FastLastNorm)(p, lr)
-        self.opt = torch.optim.Adam(self.fast.fast.values(), lr=lr, fused=True)
-
-    def __call__(self, x):
-        return self.fast(x if isinstance(self.fast, FastP) else self.fast.below(x).detach())
-
-    def step(self, g):
-        "One Adam step for g = dL/dfeatures."
-        weights = list(self.fast.fast.values())
-        for w, d in zip(weights, self.fast.grads(g)):
-            w.grad = d
-        self.opt.step()
-
-
-def run_anml(
-    net,
-    o: Frozen,
-    images,
-    trajectories,
-    rates,
-    ns,
-    keys,
-    fast_set="paper",
-    adam="exact",
-    desc="meta-test",
-    device="cpu",
-) -> list:
-    "Adam on P and the tail together, one trajectory after the other; `o` holds NM's gates, `images` gives normalised images of rows."
-    out, fc = [], net.tail.fc
-    for tr, lr, key in zip(trajectories, rates, keys):
-        p, tail, look = (
-            AdamP(net.p, fast_set, lr),
-            AdamTail(
-                net.tail,
-                lr,
-                fresh_head(fc.in_features, fc.out_features, key).to(fc.weight),
-                adam,
-                freezes_reduce(net, fast_set),
-            ),
-            Looks(tr, ns),
-        )
-        logits = lambda r: torch.cat(
-            [
-                tail.batch(p(images(b).to(device)) * o.take(b).to(device))
-                for b in np.array_split(r, max(1, len(r) // 256))
-            ]
-        )
-        for i in progress(range(max(ns)), desc=desc, leave=False, delay=3):
-            for r in tr.train[i]:
-                gate = o.take([r]).to(device)
-                g = tail((p(images([r]).to(device)) * gate)[0]).softmax(-1)
-                g[int(tr.classes[i])] -= 1
-                p.step(tail.step(g, need=True)[None] * gate)
-            look.look(i + 1, logits)
-        out.append(look.outcome())
-    return out
-
-# %% ../../nbs/66_metatest.ipynb #88f420a8
+# %% ../../nbs/66_metatest.ipynb #f71c16ab
 LADDER = tuple(float(f"{m}e{e}") for e in range(-1, -7, -1) for m in (6, 3, 2, 1))  # 0.6 down to 0.000001
 AUTHORS_RATES = (1e-3, 6e-4, 4e-4, 3.5e-4, 3e-4, 2.5e-4, 2e-4, 1.5e-4, 1e-4, 9e-5, 8e-5, 6e-5, 3e-5, 1e-5)
 POINTS = {
@@ -624,7 +373,7 @@ def points(
     available,  # classes there are
     longest=0,  # classes the budget allows (0: all)
 ) -> tuple:
-    "After how many classes to look: the paper's points, or eight even ones for other data."
+    "After how many classes to evaluate: the paper's points, or eight even ones for other data."
     most = min(available, longest or available)
     own = tuple(n for n in POINTS.get(name, ()) if n <= most)
     return own or tuple(int(n) for n in np.unique(np.linspace(max(2, most // 8), most, 8).round()))
@@ -654,46 +403,61 @@ def best_mean(
 
 
 def best_mode(scores):
-    "The rate that is most often the best of a trajectory: the release's rule."
-    winners = [max(scores, key=lambda r: scores[r][i]) for i in range(len(next(iter(scores.values()))))]
+    "The rate that is most often the best of a trajectory: the authors' rule."
+    runs = len(next(iter(scores.values())))
+    winners = [max(scores, key=lambda r: scores[r][i]) for i in range(runs)]
     return statistics.mode(winners)
+
+
+def next_rate(best, tried) -> float | None:
+    "The next rate of the ladder where the best one is the largest or the smallest that was tried, else None."
+    if best == max(tried):
+        return min((r for r in LADDER if r > best * 1.01), default=None)
+    if best == min(tried):
+        return max((r for r in LADDER if r < best * 0.99), default=None)
+    return None
 
 # %% ../../nbs/66_metatest.ipynb #9e36ef05
 class Store:
     "Finished outcomes of a network by name and the seconds they took, on disk where a path is given."
 
     def __init__(self, path=None, net=None):
-        self.path, self.of, self.done, self.seconds = (
-            path and Path(path),
-            "" if net is None else tensors_sha(net.state_dict()),
-            {},
-            0.0,
-        )
+        self.path = path and Path(path)
+        self.of = "" if net is None else tensors_sha(net.state_dict())
+        self.done = {}
+        self.seconds = 0.0
         if self.path and self.path.exists():
-            self.done, self.seconds = self.read()
+            self.read()
 
-    def read(self) -> tuple:
-        "Outcomes and seconds in the file; none, and a word about it, if it is damaged or another network's."
+    def read(self):
+        "Take in what the file has; nothing, with a warning, if it is damaged or another network's."
         try:
             found = json.loads(self.path.read_text())
             if found["of"] == self.of:
-                return {k: list(Outcome(*v)) for k, v in found["done"].items()}, float(found.get("seconds", 0))
+                done = {k: list(Outcome(*v)) for k, v in found["done"].items()}
+                self.seconds = float(found.get("seconds", 0))
+                self.done = done
+                return
         except (ValueError, TypeError, KeyError, AttributeError):
             pass
         warnings.warn(f"{self.path} is damaged or belongs to other weights; its trajectories are run again.")
-        return {}, 0.0
 
     def find(self, name, ns) -> Outcome | None:
-        "The outcome of a trajectory at `ns`, if it was looked at there, and perhaps elsewhere, on its way to the same end."
-        for key, (train, test, ages) in self.done.items():
+        "The outcome of a trajectory at `ns`, if it was evaluated there, and perhaps elsewhere, on its way to the same end."
+        for key, (train, test, by_age) in self.done.items():
             of, _, at = key.rpartition(" at ")
-            at = [*map(int, at.split(","))] if of == name else [0]
+            if of != name:
+                continue
+            at = [int(n) for n in at.split(",")]
             if at[-1] == ns[-1] and set(ns) <= set(at):
-                return Outcome(*([acc[at.index(n)] for n in ns] for acc in (train, test)), ages)
+                where = [at.index(n) for n in ns]
+                return Outcome([train[i] for i in where], [test[i] for i in where], by_age)
+        return None
 
     def add(self, outcomes, ns, seconds=0.0):
-        "Keep outcomes by trajectory, looked at at `ns`."
-        self.done.update({f"{name} at {','.join(map(str, ns))}": list(o) for name, o in outcomes.items()})
+        "Keep outcomes by the name of their trajectory, evaluated at `ns`."
+        at = ",".join(map(str, ns))
+        self.done.update({f"{name} at {at}": list(outcome) for name, outcome in outcomes.items()})
         self.seconds += seconds
         if self.path:
             atomic_write(self.path, json.dumps(dict(of=self.of, seconds=self.seconds, done=self.done)))
@@ -705,7 +469,7 @@ def store_path(key) -> Path:
 
 
 def classes_met(path) -> int:
-    "The classes of all finished trajectories in a store's file, one after the other."
+    "The number of classes of all finished trajectories in a store's file."
     try:
         return sum(int(re.split("[ ,]", name)[-1]) for name in json.loads(Path(path).read_text())["done"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -726,7 +490,7 @@ def evaluating(net):
 
 # %% ../../nbs/66_metatest.ipynb #be589604
 class MetaTest:
-    "Trajectories of one network on one bank, each run once."
+    "Trajectories of one network on one bank, each run once; the rates for them, and what they come to."
 
     def __init__(
         self,
@@ -753,202 +517,218 @@ class MetaTest:
         self.group = group
         self.caches = {}
 
+    # trajectories and their inputs
+
     def rows(self, stream):
-        split = stream if stream in ("val", "seen") else "test"
-        return metatest_rows(self.bank, self.protocol.protocol, split)
+        return metatest_rows(self.bank, self.protocol.protocol, stream if stream in ("val", "seen") else "test")
 
     def available(self, stream):
+        "Number of classes of a stream."
         return len(self.rows(stream)[0])
 
-    def images(self, rows):
-        return eval_view(self.bank.images[np.asarray(rows)], self.norm, policy(self.bank.name, "continual"))
-
     def trajectory(self, stream, index, n) -> Trajectory:
-        "Trajectory number `index` of a stream."
+        "Trajectory number `index` of a stream, over `n` classes."
         learn, ask = self.rows(stream)
-        return draw_trajectory(learn, ask, self.seed, index, n, min(self.n_train, *map(len, learn)), stream=stream)
+        n_train = min(self.n_train, *map(len, learn))
+        return draw_trajectory(learn, ask, self.seed, index, n, n_train, stream=stream)
 
-    def embed(self, x, rows):
-        "The input of the output layer."
-        masks = self.net.row_masks[rows].to(x.device) if hasattr(self.net, "row_masks") else None
-        return self.net.tail.embed(self.net.features(x), masks)
+    def images(self, rows):
+        return network_inputs(self.bank, rows, self.norm)
 
     def features(self, x, rows):
         return self.net.features(x)
 
+    def embed(self, x, rows):
+        "The input of the output layer."
+        return self.net.tail.embed(self.net.features(x), row_masks(self.net, rows, x.device))
+
     def modulation(self, x, rows):
         return self.net.modulation(x)
 
-    def vectors(self, trajectories, fn) -> Frozen:
-        "`fn` of every image of some trajectories, each computed once."
-        rows = np.unique(np.concatenate([part.ravel() for t in trajectories for part in (t.train, t.test)]))
-        cache = self.caches.get(fn.__name__)
-        new = rows if cache is None else rows[cache.lacks(rows)]
-        if len(new):
-            more = frozen(fn, self.bank, [new], self.norm, device=self.device)
-            self.caches[fn.__name__] = more if cache is None else cache.join(more)
-        return self.caches[fn.__name__]
+    def compute(self, what, rows):
+        return getattr(self, what)(self.images(rows).to(self.device), rows)
+
+    def cache(
+        self,
+        what,  # features | embed | modulation
+        trajectories,
+    ) -> FeatureCache:
+        "That of every image of some trajectories, each computed once."
+        if what not in self.caches:
+            self.caches[what] = FeatureCache(len(self.bank.images), functools.partial(self.compute, what))
+        self.caches[what].need(np.concatenate([part.ravel() for t in trajectories for part in (t.train, t.test)]))
+        return self.caches[what]
+
+    # running them
 
     def run(self, stream, jobs, ns, desc) -> list:
         "Outcomes of jobs (rate, index)."
-        trs = [self.trajectory(stream, i, max(ns)) for _, i in jobs]
-        rates = [r for r, _ in jobs]
-        keys = [(self.seed, stream, i) for _, i in jobs]
-        told = dict(desc=desc, device=self.device)
-        fc, protocol = self.net.tail.fc, self.protocol
+        trajectories = [self.trajectory(stream, i, max(ns)) for _, i in jobs]
+        rates = [rate for rate, _ in jobs]
+        fc = self.net.tail.fc
+        heads = [fresh_head(fc.in_features, fc.out_features, (self.seed, stream, i)) for _, i in jobs]
         if self.update == "head":
-            return run_heads(self.vectors(trs, self.embed), trs, rates, ns, fc.out_features, keys, **told)
+            return run_heads(self.cache("embed", trajectories), trajectories, rates, heads, ns, desc, self.device)
+        return [follow(self.learner(t, lr, h), t, ns, desc) for t, lr, h in zip(trajectories, rates, heads)]
+
+    def learner(self, trajectory, lr, head):
+        "Every fast parameter under Adam."
         if isinstance(self.net, ANML):
-            gates = self.vectors(trs, self.modulation)
-            return run_anml(
-                self.net, gates, self.images, trs, rates, ns, keys, protocol.fast_set, protocol.adam, **told
-            )
-        return run_tails(self.net.tail, self.vectors(trs, self.features), trs, rates, ns, keys, protocol.adam, **told)
+            gates = self.cache("modulation", [trajectory])
+            return ANMLLearner(self.net, self.images, gates, lr, head, self.protocol.fast_set, self.protocol.adam)
+        return TailLearner(self.net.tail, self.cache("features", [trajectory]), lr, head, self.protocol.adam)
 
     def outcomes(self, stream, jobs, ns, desc="meta-test") -> dict:
-        "Outcomes by job, from the store or run now, as many together as `group` allows."
-        name = lambda job: f"{self.update} {stream} rate {job[0]:g} trajectory {job[1]}"
-        todo, fc = [j for j in jobs if not self.store.find(name(j), ns)], self.net.tail.fc
-        size = max(1, int(self.group * 1e6 / (16 * fc.weight.numel()))) if self.update == "head" else 1
+        "Outcomes by job (rate, index), from the store or run now, as many together as `group` allows."
+        names = {job: f"{self.update} {stream} rate {job[0]:g} trajectory {job[1]}" for job in jobs}
+        todo = [job for job in jobs if not self.store.find(names[job], ns)]
+        size = 1
+        if self.update == "head":
+            size = max(1, int(self.group * 1e6 / (16 * self.net.tail.fc.weight.numel())))
         with evaluating(self.net):
             for i in range(0, len(todo), size):
-                part, start = todo[i : i + size], time.monotonic()
+                part = todo[i : i + size]
+                start = time.monotonic()
                 done = self.run(stream, part, ns, f"{desc} {i + len(part)}/{len(todo)}")
-                self.store.add(dict(zip(map(name, part), done)), ns, time.monotonic() - start)
-        return {j: self.store.find(name(j), ns) for j in jobs}
+                found = {names[job]: outcome for job, outcome in zip(part, done)}
+                self.store.add(found, ns, time.monotonic() - start)
+        return {job: self.store.find(names[job], ns) for job in jobs}
 
-# %% ../../nbs/66_metatest.ipynb #d04722fd
-def search(
-    mt: MetaTest,
-    stream,
-    ns,
-    rates,
-    runs,  # trajectories a rate
-    by="test",  # test: held-out images | train: the images learnt from
-    choose=best_mean,  # rate -> accuracies => the best rate
-) -> dict:
-    "What each rate comes to: n -> rate -> accuracies, one a trajectory. The list grows until no n has its best rate at the edge."
-    scores = {n: {} for n in ns}
-    todo = {rate: list(ns) for rate in rates}
-    while todo:
-        for rate, at in todo.items():
-            done = mt.outcomes(stream, [(rate, i) for i in range(runs)], at, "rates").values()
-            for k, n in enumerate(at):
-                scores[n][rate] = [getattr(outcome, by)[k] for outcome in done]
-        todo = {}
-        for n in ns:
-            scores[n] = dict(sorted(scores[n].items(), reverse=True))  # the first of equals is the same here and later
-            if (rate := next_rate(choose(scores[n]), scores[n])) is not None:
-                todo.setdefault(rate, []).append(n)
-    return scores
+    # choosing rates
 
+    def search(
+        self,
+        stream,
+        ns,
+        rates,
+        runs,  # trajectories a rate
+        by="test",  # test: held-out images | train: the images learnt from
+        choose=best_mean,  # rate -> accuracies => the best rate
+    ) -> dict:
+        "n -> rate -> accuracies, one a trajectory. The list grows until no n has its best rate at the edge."
+        scores = {n: {} for n in ns}
+        todo = {rate: list(ns) for rate in rates}
+        while todo:
+            for rate, at in todo.items():
+                done = self.outcomes(stream, [(rate, i) for i in range(runs)], at, "rates").values()
+                for k, n in enumerate(at):
+                    scores[n][rate] = [getattr(outcome, by)[k] for outcome in done]
+            todo = {}
+            for n in ns:
+                scores[n] = dict(sorted(scores[n].items(), reverse=True))  # the first of equals is always the same
+                rate = next_rate(choose(scores[n]), scores[n])
+                if rate is not None:
+                    todo.setdefault(rate, []).append(n)
+        return scores
 
-def next_rate(best, tried) -> float | None:
-    "The next rate of the ladder where the best one is the largest or the smallest that was tried, else None."
-    if best == max(tried):
-        return min((r for r in LADDER if r > best * 1.01), default=None)
-    if best == min(tried):
-        return max((r for r in LADDER if r < best * 0.99), default=None)
-    return None
+    def rate_scores(self, ns, rates, runs, stream="test") -> dict:
+        "What a rate is chosen by, without looking at a test image (unless the protocol says so)."
+        if rate_on_test_images(self.protocol):
+            return self.search(stream, ns, rates, runs, choose=best_mode)
+        held_out = self.available("val") if self.protocol.train_classes == "split" else 0
+        small = [n for n in ns if n <= held_out]
+        large = [n for n in ns if n > held_out]
+        scores = self.search("val", small, rates, runs) if small else {}
+        if large:
+            scores |= self.search(stream, large, rates, runs, "train")
+        return scores
 
+    def choose_rates(self, scores) -> dict:
+        "A rate for each n."
+        best = best_mode if rate_on_test_images(self.protocol) else best_mean
+        return {n: best(s) for n, s in scores.items()}
 
-def rate_scores(mt: MetaTest, ns, rates, runs, stream="test") -> dict:
-    "What a rate is chosen by, without looking at a test image (unless the protocol says so)."
-    if rate_on_test_images(mt.protocol):
-        return search(mt, stream, ns, rates, runs, choose=best_mode)
-    held_out = mt.available("val") if mt.protocol.train_classes == "split" else 0
-    small = [n for n in ns if n <= held_out]
-    large = [n for n in ns if n > held_out]
-    scores = search(mt, "val", small, rates, runs) if small else {}
-    if large:
-        scores |= search(mt, stream, large, rates, runs, "train")
-    return scores
+    # what they come to
 
+    def accuracies(
+        self,
+        chosen,  # n -> rate
+        runs,
+        stream="test",
+    ) -> tuple:
+        "Train and test accuracies (runs x points), and the mean accuracy of each class by age after the longest."
+        train, test = {}, {}
+        for rate in sorted(set(chosen.values())):
+            ns = [n for n in chosen if chosen[n] == rate]
+            done = self.outcomes(stream, [(rate, i) for i in range(runs)], ns, "runs").values()
+            for k, n in enumerate(ns):
+                train[n] = [outcome.train[k] for outcome in done]
+                test[n] = [outcome.test[k] for outcome in done]
+            if max(chosen) in ns:
+                by_age = np.mean([outcome.by_age for outcome in done], 0)
+        ns = sorted(chosen)
+        return _by_run(train, ns, runs), _by_run(test, ns, runs), by_age
 
-def choose_rates(scores, protocol=Protocol()) -> dict:
-    "A rate for each n."
-    best = best_mode if rate_on_test_images(protocol) else best_mean
-    return {n: best(s) for n, s in scores.items()}
-
-# %% ../../nbs/66_metatest.ipynb #54b9eb7d
-def run_points(mt: MetaTest, chosen, runs, stream="test") -> tuple:
-    "Train and test accuracies (runs x points) at the chosen rates, and each class's accuracy by age after the longest."
-    train, test, ages = {}, {}, None
-    for rate in sorted(set(chosen.values())):
-        ns = [n for n in chosen if chosen[n] == rate]
-        done = mt.outcomes(stream, [(rate, i) for i in range(runs)], ns, "runs").values()
-        train |= {n: [d.train[k] for d in done] for k, n in enumerate(ns)}
-        test |= {n: [d.test[k] for d in done] for k, n in enumerate(ns)}
-        if max(chosen) in ns:
-            ages = np.mean([d.by_age for d in done], 0)
-    train, test = ([[round(part[n][i], 3) for n in sorted(chosen)] for i in range(runs)] for part in (train, test))
-    return train, test, ages
-
-
-def forgetting(ages) -> float:
-    "How far the quarter of the classes learnt first lies behind the quarter learnt last, in points."
-    quarter = max(1, len(ages) // 4)
-    return float(np.mean(ages[-quarter:]) - np.mean(ages[:quarter]))
-
-# %% ../../nbs/66_metatest.ipynb #87b79aff
-def class_means(mt: MetaTest, ns, runs, fn, stream="test") -> list:
-    "Outcomes of trajectories on which nothing learns: an image belongs to the class whose mean vector `fn` is nearest."
-    out = []
-    for i in range(runs):
-        tr = mt.trajectory(stream, i, max(ns))
-        with evaluating(mt.net):
-            vectors = mt.vectors([tr], fn)
-        means = vectors.take(tr.train).mean(1)  # (n, d), a class after the other
-        look = Looks(tr._replace(classes=np.arange(max(ns))), ns)
-        for n in ns:
-            look.look(n, functools.partial(_minus_distance, vectors, means[:n]))
-        out.append(look.outcome())
-    return out
+    def class_means(self, ns, runs, what="embed", stream="test") -> list:
+        "Outcomes of trajectories on which nothing learns: an image belongs to the class whose mean vector is nearest."
+        outcomes = []
+        for i in range(runs):
+            trajectory = self.trajectory(stream, i, max(ns))
+            with evaluating(self.net):
+                cache = self.cache(what, [trajectory])
+            means = cache.take(trajectory.train).mean(1)  # (n, d), a class after the other
+            points = EvalPoints(trajectory._replace(classes=np.arange(max(ns))), ns)
+            for n in ns:
+                points.evaluate(n, functools.partial(_minus_distance, cache, means[:n]))
+            outcomes.append(points.outcome())
+        return outcomes
 
 
-def _minus_distance(vectors, means, rows):
-    return -torch.cdist(vectors.take(rows), means)
+def _by_run(accuracies, ns, runs):
+    "n -> accuracies of the runs, as runs x points."
+    return [[round(accuracies[n][i], 3) for n in ns] for i in range(runs)]
 
 
-def metatest(
-    net,
-    bank,
-    norm,
-    protocol=Protocol(),
-    budget: Budget = None,  # runs, rates, rate_runs, classes
-    seed=0,
-    update="",  # "" | head | fast | means
-    store=None,  # Store of finished trajectories
-    device="cpu",
-) -> dict:
-    "Search the rates, run the trajectories: metrics of a record."
-    for b in banners(protocol, bank.name):
-        print(b)
-    mt = MetaTest(net, bank, norm, protocol, update, seed, store=store, device=device)
-    ns = points(bank.name, mt.available("test"), budget.classes)
-    if mt.update == "means":
-        return means_metrics(mt, ns, budget.runs)
-    rates = pick_rates(budget.rates, mt.update, net.tail.unit_length)
-    streams = {n: "test" if protocol.trajectories == "prefix" else f"test-{n}" for n in ns}
+def _minus_distance(cache, means, rows):
+    return -torch.cdist(cache.take(rows), means)
+
+# %% ../../nbs/66_metatest.ipynb #1c185b3f
+def forgetting(by_age) -> float:
+    "The accuracy of the quarter of the classes learnt last minus that of the quarter learnt first, in points."
+    quarter = max(1, len(by_age) // 4)
+    return float(np.mean(by_age[-quarter:]) - np.mean(by_age[:quarter]))
+
+
+def summary(ns, test, train, by_age, rates) -> dict:
+    "The metrics that every meta-test has; `test` and `train` are runs x points."
+    last = test[:, -1]
+    ci = 1.96 * last.std(ddof=1) / math.sqrt(len(last)) if len(last) > 1 else 0.0
+    return dict(
+        n_classes=[int(n) for n in ns],
+        test=test.round(3).tolist(),
+        train=train.round(3).tolist(),
+        rates=[rates[n] for n in ns],
+        accuracy=float(last.mean()),
+        ci95=float(ci),
+        by_age=[round(float(a), 2) for a in by_age],
+        forgetting=round(forgetting(by_age), 3),
+    )
+
+
+def learning_metrics(mt: MetaTest, ns, budget) -> dict:
+    "Search the rates, run the trajectories."
+    first_rates = pick_rates(budget.rates, mt.update, mt.net.tail.unit_length)
+    streams = {n: "test" if mt.protocol.trajectories == "prefix" else f"test-{n}" for n in ns}
     scores = {}
-    train, test = np.zeros((budget.runs, len(ns))), np.zeros((budget.runs, len(ns)))
+    train, test = np.zeros((2, budget.runs, len(ns)))
     for stream in dict.fromkeys(streams.values()):
         own = [n for n in ns if streams[n] == stream]
-        scores |= rate_scores(mt, own, rates, budget.rate_runs, stream)
-        chosen = choose_rates({n: scores[n] for n in own}, protocol)
+        scores |= mt.rate_scores(own, first_rates, budget.rate_runs, stream)
+        rates = mt.choose_rates({n: scores[n] for n in own})
         at = [ns.index(n) for n in own]
-        train[:, at], test[:, at], ages = run_points(mt, chosen, budget.runs, stream)
-    chosen = choose_rates(scores, protocol)
+        train[:, at], test[:, at], by_age = mt.accuracies(rates, budget.runs, stream)
+
+    rates = mt.choose_rates(scores)
     tried = sorted({rate for n in ns for rate in scores[n]}, reverse=True)
-    metrics = summary(ns, test, train, ages, chosen) | dict(
+    metrics = summary(ns, test, train, by_age, rates) | dict(
         update=mt.update,
         rates_tried=tried,
-        rates_added=[rate for rate in tried if rate not in rates],
+        rates_added=[rate for rate in tried if rate not in first_rates],
         rate_scores=[[round(statistics.mean(scores[n][r]), 2) if r in scores[n] else None for r in tried] for n in ns],
     )
-    own = {n: rate for n, rate in chosen.items() if n <= mt.available("seen")}
-    if protocol.protocol == "leak" and own:
-        seen_train, seen_test, _ = run_points(mt, own, budget.runs, "seen")
+    own = {n: rate for n, rate in rates.items() if n <= mt.available("seen")}
+    if mt.protocol.protocol == "leak" and own:
+        seen_train, seen_test, _ = mt.accuracies(own, budget.runs, "seen")
         metrics |= dict(seen_n_classes=list(own), seen_train=seen_train, seen_test=seen_test)
     return metrics
 
@@ -956,38 +736,44 @@ def metatest(
 def means_metrics(mt: MetaTest, ns, runs) -> dict:
     "Class means on the layer's outputs, and on the features below it where they are not the same."
     start = time.monotonic()
-    outputs = class_means(mt, ns, runs, mt.embed)
-    ages = np.mean([o.by_age for o in outputs], 0)
-    test, train = (np.array([getattr(o, part) for o in outputs]) for part in ("test", "train"))
-    metrics = summary(ns, test, train, ages, dict.fromkeys(ns)) | dict(update="means", rates_tried=[], rates_added=[])
+    outputs = mt.class_means(ns, runs)
+    by_age = np.mean([o.by_age for o in outputs], 0)
+    test, train = np.array([o.test for o in outputs]), np.array([o.train for o in outputs])
+    metrics = summary(ns, test, train, by_age, dict.fromkeys(ns))
+    metrics |= dict(update="means", rates_tried=[], rates_added=[])
     if mt.net.tail.reduce is not None or mt.net.tail.unit_length:
-        below = class_means(mt, ns, runs, mt.features)
-        metrics |= dict(test_features=[[round(a, 3) for a in o.test] for o in below])
-        metrics |= dict(train_features=[[round(a, 3) for a in o.train] for o in below])
+        below = mt.class_means(ns, runs, "features")
+        metrics["test_features"] = [[round(a, 3) for a in o.test] for o in below]
+        metrics["train_features"] = [[round(a, 3) for a in o.train] for o in below]
     own = [n for n in ns if n <= mt.available("seen")]
     if mt.protocol.protocol == "leak" and own:
-        seen = class_means(mt, own, runs, mt.embed, "seen")
+        seen = mt.class_means(own, runs, stream="seen")
         metrics |= dict(seen_n_classes=own, seen_train=[o.train for o in seen], seen_test=[o.test for o in seen])
     mt.store.seconds += time.monotonic() - start
     return metrics
 
-# %% ../../nbs/66_metatest.ipynb #86ac6f4a
-def summary(ns, test, train, ages, chosen) -> dict:
-    "The metrics of a record, headline at the largest n."
-    last, runs = test[:, -1], len(test)
-    ci = 1.96 * last.std(ddof=1) / math.sqrt(runs) if runs > 1 else 0.0
-    return dict(
-        n_classes=[int(n) for n in ns],
-        test=test.round(3).tolist(),
-        train=train.round(3).tolist(),
-        rates=[chosen[n] for n in ns],
-        accuracy=float(last.mean()),
-        ci95=float(ci),
-        by_age=[round(float(a), 2) for a in ages],
-        forgetting=round(forgetting(ages), 3),
-    )
 
-# %% ../../nbs/66_metatest.ipynb #8b2303e7
+def metatest(
+    net,
+    bank,
+    norm,  # (mean, std) of the inputs
+    protocol=Protocol(),
+    budget: Budget = None,  # runs, rates, rate_runs, classes
+    seed=0,
+    update="",  # "" | head | fast | means ("": as the protocol says)
+    store=None,  # Store of finished trajectories
+    device="cpu",
+) -> dict:
+    "The metrics of a meta-test, for a record."
+    for banner in banners(protocol, bank.name):
+        print(banner)
+    mt = MetaTest(net, bank, norm, protocol, update, seed, store=store, device=device)
+    ns = points(bank.name, mt.available("test"), budget.classes)
+    if mt.update == "means":
+        return means_metrics(mt, ns, budget.runs)
+    return learning_metrics(mt, ns, budget)
+
+# %% ../../nbs/66_metatest.ipynb #9e0a8ed3
 VAL_CLASSES = 50  # of a validation at most
 
 
@@ -1000,14 +786,15 @@ def validate_continual(
     device="cpu",
     most=VAL_CLASSES,  # classes at most
 ) -> dict:
-    "One trajectory over validation classes at two rates, output layer only: the best test accuracy, cheap enough for every few hundred steps."
+    "The best test accuracy of two rates on a trajectory over validation classes, and the train accuracy there."
     mt = MetaTest(net, bank, norm, Protocol(), "head", seed, device=device)
     n = min(mt.available("val"), most, budget and budget.classes or most)
-    done = mt.outcomes("val", [(r, 0) for r in pick_rates(2, "head", net.tail.unit_length)], [n], "validation")
-    best = max(done.values(), key=lambda d: d.test[0])
+    rates = pick_rates(2, "head", net.tail.unit_length)
+    done = mt.outcomes("val", [(rate, 0) for rate in rates], [n], "validation")
+    best = max(done.values(), key=lambda outcome: outcome.test[0])
     return dict(accuracy=best.test[0], train_accuracy=best.train[0])
 
-# %% ../../nbs/66_metatest.ipynb #3b02464f
+
 @torch.no_grad()
 def mechanism_use(
     net,  # with AIM
@@ -1018,13 +805,18 @@ def mechanism_use(
     classes=0,  # so many of the split's classes (0: all)
     device="cpu",
 ) -> dict:
-    "Mean score and mean mask of each class (classes, M), over images of a split."
-    rows = [r[:images] for r in bank.class_rows(split)[: classes or None]]
+    "Mean score and mean mask of each class, (classes, M), over images of a split."
+    class_rows = [rows[:images] for rows in bank.class_rows(split)[: classes or None]]
+
+    def layer_input(rows):
+        return net.tail.reduced(net.features(network_inputs(bank, rows, norm).to(device)))
+
     with evaluating(net):
-        z = frozen(lambda x, rows: net.tail.reduced(net.features(x)), bank, rows, norm, device=device)
-    masks = [net.row_masks[r].to(device) if hasattr(net, "row_masks") else None for r in rows]
-    use = [net.tail.layer.attention(z.take(r).to(device), mask) for r, mask in zip(rows, masks)]
-    return dict(
-        score=torch.stack([a.score.mean(0) for a in use]).cpu(),
-        mask=torch.stack([a.mask.float().mean(0) for a in use]).cpu(),
-    )
+        cache = FeatureCache(len(bank.images), layer_input)
+        cache.need(np.concatenate(class_rows))
+    score, mask = [], []
+    for rows in class_rows:
+        attention = net.tail.layer.attention(cache.take(rows).to(device), row_masks(net, rows, device))
+        score.append(attention.score.mean(0))
+        mask.append(attention.mask.float().mean(0))
+    return dict(score=torch.stack(score).cpu(), mask=torch.stack(mask).cpu())

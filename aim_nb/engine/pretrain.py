@@ -4,7 +4,6 @@
 
 # %% ../../nbs/63_pretrain.ipynb #92c5bf85
 from __future__ import annotations
-import contextlib
 import copy
 import hashlib
 import json
@@ -13,14 +12,22 @@ import os
 import time
 import weakref
 from dataclasses import dataclass
-from importlib.resources import files
+from functools import partial
 from pathlib import Path
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from ..backbones import make_backbone
-from .checkpoints import load_tensors, run_checkpoints, run_lock, save_tensors, sweep, tensors_sha
+from aim_nb.engine.checkpoints import (
+    SHIPPED,
+    load_tensors,
+    run_checkpoints,
+    remove_stale_parts,
+    run_lock,
+    save_tensors,
+    tensors_sha,
+)
 from aim_nb.core import (
     AimError,
     atomic_write,
@@ -38,9 +45,9 @@ from ..data.tasks import draw_episodes, eval_view, input_shape, normaliser, poli
 
 # %% auto #0
 __all__ = ['PEAK', 'WARMUP', 'BLOCK', 'split_rows', 'CosineClassifier', 'total_steps', 'learning_rate', 'prototype_accuracy',
-           'Lens', 'forward', 'extract', 'Batches', 'Pretrainer', 'pretrain_identity', 'backbone_file', 'find_backbone',
-           'train_backbone', 'frozen', 'check_finite', 'probe', 'module_sha', 'given_backbone', 'pretrained_backbone',
-           'FeatureBank', 'trusted_rows', 'fill_array', 'view_maker', 'fresh_maker', 'split_features', 'feature_bank',
+           'BankView', 'forward', 'extract', 'Batches', 'Pretrainer', 'pretrain_identity', 'backbone_file',
+           'find_backbone', 'train_backbone', 'frozen', 'check_finite', 'probe', 'module_sha', 'given_backbone',
+           'pretrained_backbone', 'FeatureBank', 'FeatureCache', 'block_features', 'fresh_features', 'feature_bank',
            'features_from_arrays']
 
 # %% ../../nbs/63_pretrain.ipynb #cc5ca579
@@ -113,7 +120,7 @@ def prototype_accuracy(
     return torch.cat(out)
 
 # %% ../../nbs/63_pretrain.ipynb #ca229c1c
-class Lens:
+class BankView:
     "Images of a bank as a backbone sees them."
 
     def __init__(
@@ -121,21 +128,26 @@ class Lens:
         bank,  # whose images
         device="cpu",  # where the backbone is
     ):
-        self.bank, self.device, self.policy = bank, device, policy(bank.name)
-        self.norm, self.shape = normaliser(bank), input_shape(bank, policy=self.policy)
+        self.bank = bank
+        self.device = device
+        self.policy = policy(bank.name)
+        self.norm = normaliser(bank)
+        self.shape = input_shape(bank, policy=self.policy)
 
-    def _to(self, x):
+    def augmented(self, rows, generator):
+        x = train_view(self.bank.images[rows], self.norm, self.policy, generator)
         return x.to(self.device, memory_format=torch.channels_last)
 
-    def train(self, rows, generator):
-        "Augmented."
-        return self._to(train_view(self.bank.images[rows], self.norm, self.policy, generator))
-
     def exact(self, rows):
-        "As they are."
-        return self._to(eval_view(self.bank.images[rows], self.norm, self.policy))
+        x = eval_view(self.bank.images[rows], self.norm, self.policy)
+        return x.to(self.device, memory_format=torch.channels_last)
 
-    def describe(self):
+    def is_random(self) -> bool:
+        "Whether two augmented views of an image may differ."
+        p = self.policy
+        return bool(p.crop_padding or p.flip or p.jitter or p.size)
+
+    def describe(self) -> dict:
         "All that decides what a backbone sees, for keys and records."
         return dict(
             dataset=self.bank.name,
@@ -157,12 +169,11 @@ def forward(
 @torch.no_grad()
 def extract(
     backbone,  # in eval mode
-    lens,  # a `Lens`
+    view,  # a `BankView`
     rows,  # of the bank
-    block=256,  # images read at a time
 ) -> torch.Tensor:  # (len(rows), d) on the CPU
     "Exact features of some images."
-    return torch.cat([forward(backbone, lens.exact(rows[i : i + block])) for i in range(0, len(rows), block)])
+    return torch.cat([forward(backbone, view.exact(rows[i : i + 256])) for i in range(0, len(rows), 256)])
 
 # %% ../../nbs/63_pretrain.ipynb #d7a3744a
 class Batches:
@@ -174,18 +185,19 @@ class Batches:
         seed=0,  # of the order
         batch=64,  # images a step; what is left of an epoch is dropped
     ):
-        self.rows, self.y = (
-            np.concatenate(class_rows),
-            np.repeat(np.arange(len(class_rows)), [len(r) for r in class_rows]),
-        )
-        self.seed, self.batch, self.epoch = seed, min(batch, len(self.rows)), -1
+        self.rows = np.concatenate(class_rows)
+        self.y = np.repeat(np.arange(len(class_rows)), [len(r) for r in class_rows])
+        self.seed = seed
+        self.batch = min(batch, len(self.rows))
+        self.epoch = -1
         self.per_epoch = len(self.rows) // self.batch
 
     def __call__(self, i):
         "Bank rows and labels of step `i`."
         epoch, b = divmod(i, self.per_epoch)
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, numpy_rng(self.seed, "order", epoch).permutation(len(self.rows))
+            self.epoch = epoch
+            self.order = numpy_rng(self.seed, "order", epoch).permutation(len(self.rows))
         picked = self.order[b * self.batch : (b + 1) * self.batch]
         return self.rows[picked], torch.from_numpy(self.y[picked])
 
@@ -204,50 +216,51 @@ class Pretrainer:
         val_episodes=1000,  # fixed validation episodes
         device="cpu",
     ):
-        train, self.val = bank.class_rows("train"), bank.class_rows("val")
-        self.seed, self.batches, self.lens = seed, Batches(train, seed, batch), Lens(bank, device)
-        self.plan = (
-            check_choice("pretrain_schedule", schedule, ("onecycle", "release")),
-            epochs,
-            self.batches.per_epoch,
-        )
-        self.net = nn.ModuleDict(
-            dict(
-                backbone=backbone,
-                classifier=CosineClassifier(backbone.d_out, len(train), generator=torch_rng(seed, "classifier")),
-            )
-        )
+        train = bank.class_rows("train")
+        val = bank.class_rows("val")
+        self.seed = seed
+        self.batches = Batches(train, seed, batch)
+        self.view = BankView(bank, device)
+        check_choice("pretrain_schedule", schedule, ("onecycle", "release"))
+        self.plan = schedule, epochs, self.batches.per_epoch
+        self.val_rows = np.concatenate(val)
+        self.episodes = draw_episodes(split_rows([len(r) for r in val]), 0, range(val_episodes), n_shot=1, stream="val")
+
+        classifier = CosineClassifier(backbone.d_out, len(train), generator=torch_rng(seed, "classifier"))
+        self.net = nn.ModuleDict(dict(backbone=backbone, classifier=classifier))
         self.net.to(device, memory_format=torch.channels_last)
-        self.opt = torch.optim.SGD(self.net.parameters(), lr=PEAK, momentum=0.9, nesterov=True, weight_decay=5e-4)
-        self.episodes = draw_episodes(
-            split_rows([len(r) for r in self.val]), 0, range(val_episodes), n_shot=1, stream="val"
-        )
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=PEAK, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
     def step(self, i):
         rows, y = self.batches(i)
-        x, y = self.lens.train(rows, torch_rng(self.seed, "augment", i)), y.to(self.lens.device)
-        for group in self.opt.param_groups:
+        x = self.view.augmented(rows, torch_rng(self.seed, "augment", i))
+        y = y.to(self.view.device)
+        for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(i, *self.plan)
         logits = self.net["classifier"](self.net.train()["backbone"](x))
         loss = F.cross_entropy(logits, y)
-        self.opt.zero_grad()
+        self.optimizer.zero_grad()
         loss.backward()
-        self.opt.step()
+        self.optimizer.step()
         return dict(loss=loss, acc=(logits.argmax(1) == y).float().mean() * 100)
 
-    def validate(self, n):
-        features = extract(self.net["backbone"].eval(), self.lens, np.concatenate(self.val))
+    def evaluate(self, n):
+        features = extract(self.net["backbone"].eval(), self.view, self.val_rows)
         return dict(accuracy=prototype_accuracy(features, self.episodes).double().mean().item())
 
-    def tensors(self):
-        return module_tensors(self.net, "net.") | optimizer_tensors(self.opt)
+    def state_dict(self):
+        return module_tensors(self.net, "net.") | optimizer_tensors(self.optimizer)
 
-    def load(self, tensors):
+    def load_state_dict(self, tensors):
         load_module(self.net, tensors, "net.")
-        load_optimizer(self.opt, tensors)
+        load_optimizer(self.optimizer, tensors)
 
     def weights(self):
+        "Of the backbone: the classifier has done its work."
         return module_tensors(self.net["backbone"])
+
+    def load_weights(self, tensors):
+        load_module(self.net["backbone"], tensors)
 
 # %% ../../nbs/63_pretrain.ipynb #21a4b395
 def pretrain_identity(
@@ -258,17 +271,16 @@ def pretrain_identity(
     width=None,  # channels instead of the paper's
 ) -> dict:
     "Everything that decides which weights come out."
-    b = budget
     return dict(
         kind="pretrain",
         version=1,
         backbone=name,
         width=width,
-        images=Lens(bank).describe(),
-        epochs=b.pretrain_epochs,
-        schedule=b.pretrain_schedule,
+        images=BankView(bank).describe(),
+        epochs=budget.pretrain_epochs,
+        schedule=budget.pretrain_schedule,
         batch=64,
-        val_episodes=b.val_episodes,
+        val_episodes=budget.val_episodes,
         seed=seed,
     )
 
@@ -282,28 +294,31 @@ def backbone_file(
 
 
 def find_backbone(identity):
-    "The file of a backbone trained here, else a shipped one, else None, and which of the two it is."
+    "The file of a backbone trained here (`reused`), else of a shipped one (`shipped`), else None (`trained`)."
     own = backbone_file(identity)
-    shipped = Path(str(files("aim_nb"))) / "weights" / own.name
-    return next(
-        ((path, source) for path, source in ((own, "reused"), (shipped, "shipped")) if path.exists()), (None, "trained")
-    )
+    for path, source in ((own, "reused"), (SHIPPED / own.name, "shipped")):
+        if path.exists():
+            return path, source
+    return None, "trained"
 
 # %% ../../nbs/63_pretrain.ipynb #d8135b70
 def train_backbone(
     net,  # freshly made
     bank,  # its images
     identity,  # from `pretrain_identity`
-    fresh=None,  # forget a run that was stopped half-way
+    fresh=None,  # forget a run that was interrupted
     callbacks=(),  # see `run_loop`
     device="cpu",
 ) -> Path:
     "Pretrain `net` and keep its best epoch."
-    i, kept = identity, run_checkpoints("pretrain", identity)
-    trainee = Pretrainer(net, bank, i["epochs"], i["schedule"], i["seed"], i["batch"], i["val_episodes"], device)
+    path, kept = backbone_file(identity), run_checkpoints("pretrain", identity)
+    epochs, schedule, seed, batch, val_episodes = (
+        identity[k] for k in ("epochs", "schedule", "seed", "batch", "val_episodes")
+    )
+    trainee = Pretrainer(net, bank, epochs, schedule, seed, batch, val_episodes, device)
     with kept.lock():
-        if backbone_file(i).exists() and not fresh:
-            return backbone_file(i)  # another process has finished it meanwhile
+        if path.exists() and not fresh:
+            return path  # another process has finished it meanwhile
         history = run_loop(
             trainee,
             total_steps(*trainee.plan),
@@ -311,11 +326,11 @@ def train_backbone(
             kept,
             callbacks=callbacks,
             fresh=fresh,
-            desc=f"pretrain {i['backbone']} on {bank.name}",
+            desc=f"pretrain {identity['backbone']} on {bank.name}",
         )
         weights = kept.weights(history.best_step).tensors
-        told = dict(
-            identity=i,
+        meta = dict(
+            identity=identity,
             sha=tensors_sha(weights)[:12],
             accuracy=history.best["accuracy"],
             best_step=history.best_step,
@@ -323,7 +338,7 @@ def train_backbone(
             seconds=history.seconds,
             history=history.rows(),
         )
-        path = save_tensors(backbone_file(i), weights, told)
+        save_tensors(path, weights, meta)
         kept.clear()  # the result is safe, so the way to it can go
     return path
 
@@ -386,7 +401,7 @@ _named = weakref.WeakSet()  # backbones that `pretrained_backbone` built by name
 
 def given_backbone(module, bank, device="cpu"):
     "A copy of a user's own module as a pretrained backbone."
-    shape = Lens(bank).shape
+    shape = BankView(bank).shape
     net = frozen(make_backbone(copy.deepcopy(module), shape), device)
     sha = module_sha(net, shape)
     return net, dict(
@@ -499,162 +514,116 @@ class FeatureBank:
 BLOCK = 128  # images at a time; part of the key, since augmentation draws are made a block at a time
 
 
-def trusted_rows(
-    folder,  # of features.npy and features.json
-    shape,  # (N, V, d)
-    mode="c",  # of the memory map; copy on write, since torch wants memory it could write to
-) -> tuple:  # (array, rows, running SHA-256 of these rows)
-    "The array on disk and how many of its first rows fit their checksum; (None, 0, a new hash) if none do."
-    running = hashlib.sha256()
-    try:
-        note = json.loads((folder / "features.json").read_text())
-        array = np.lib.format.open_memmap(folder / "features.npy", mode=mode)
-        if array.shape == tuple(shape) and array.dtype == np.float32:
-            for start in range(0, note["rows"], BLOCK):
-                running.update(np.ascontiguousarray(array[start : min(start + BLOCK, note["rows"])]))
-            if running.hexdigest() == note["sha256"]:
-                return array, note["rows"], running
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        pass  # no features yet, or a file that is no array or no note
-    return None, 0, hashlib.sha256()
+class FeatureCache:
+    "Features in a folder: an array, and how many of its first rows can be trusted."
 
-# %% ../../nbs/63_pretrain.ipynb #75bcead2
-def _reserve(folder, shape):
-    "A new array in `folder`, all its space reserved, in place of everything that was there."
-    path = folder / "features.npy"
-    for old in folder.iterdir():
-        if old.name != ".lock":
-            old.unlink()
-    try:
-        array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=tuple(shape))
-        if hasattr(os, "posix_fallocate"):
-            with open(path, "r+b") as f:
-                os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
-    except OSError as e:
-        path.unlink(missing_ok=True)
-        raise AimError(
-            f"{folder} has no room for features of {4 * math.prod(shape) / 1e6:,.0f} MB ({e.strerror}); free some space or set $AIM_RUNS to another place."
-        ) from e
-    return array
+    def __init__(
+        self,
+        folder,  # of features.npy and features.json
+        shape,  # (N, V, d)
+        desc="features",  # for messages
+    ):
+        self.folder = Path(folder)
+        self.array_file = self.folder / "features.npy"
+        self.note_file = self.folder / "features.json"
+        self.shape = tuple(shape)
+        self.desc = desc
 
-# %% ../../nbs/63_pretrain.ipynb #f6587a4f
-@contextlib.contextmanager
-def _hold(folder, desc):
-    "Hold `folder` for this process, after waiting for another one that does."
-    told = False
-    with contextlib.ExitStack() as held:
-        while True:
-            try:
-                held.enter_context(run_lock(folder))
-                break
-            except AimError as e:
-                if not isinstance(e.__context__, BlockingIOError):
-                    raise  # the folder cannot be written
-            if not told:
-                print(f"Another process is computing the {desc}; waiting for it.", flush=True)
-                told = True
-            time.sleep(0.2)
-        sweep(folder)
-        yield
+    def open(
+        self,
+        mode="c",  # of the memory map; copy on write, since torch wants memory it could write to
+    ) -> tuple:  # (array, rows, running SHA-256 of these rows)
+        "The array on disk and how many of its first rows fit their checksum; (None, 0, a new hash) if none do."
+        running = hashlib.sha256()
+        try:
+            note = json.loads(self.note_file.read_text())
+            array = np.lib.format.open_memmap(self.array_file, mode=mode)
+            if array.shape == self.shape and array.dtype == np.float32:
+                for start in range(0, note["rows"], BLOCK):
+                    running.update(np.ascontiguousarray(array[start : min(start + BLOCK, note["rows"])]))
+                if running.hexdigest() == note["sha256"]:
+                    return array, note["rows"], running
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            pass  # no features yet, or a file that is no array or no note
+        return None, 0, hashlib.sha256()
 
-
-def fill_array(
-    folder,  # of features.npy and features.json
-    shape,  # (N, V, d)
-    make,  # make(start, stop) -> (stop - start, V, d) tensor, a pure function of its arguments
-    desc="features",  # for messages
-    every=20,  # seconds between notes of how far it is
-    fresh=False,  # compute all rows again
-) -> np.ndarray:  # (N, V, d) float32, a memory map, copy on write
-    "The array on disk if it is whole, else filled by `make`, resuming after the rows that fit their checksum."
-    n = shape[0]
-    array, rows, _ = trusted_rows(folder, shape)
-    if rows == n and not fresh:
+    def reserve(self) -> np.ndarray:
+        "A new array with all its space, in place of everything that was there."
+        for old in self.folder.iterdir():
+            if old.name != ".lock":
+                old.unlink()
+        try:
+            array = np.lib.format.open_memmap(self.array_file, mode="w+", dtype=np.float32, shape=self.shape)
+            if hasattr(os, "posix_fallocate"):
+                with open(self.array_file, "r+b") as f:
+                    os.posix_fallocate(f.fileno(), 0, self.array_file.stat().st_size)
+        except OSError as e:
+            self.array_file.unlink(missing_ok=True)
+            size = 4 * math.prod(self.shape) / 1e6
+            raise AimError(
+                f"{self.folder} has no room for features of {size:,.0f} MB ({e.strerror}); free some space or set $AIM_RUNS to another place."
+            ) from e
         return array
 
-    with _hold(folder, desc):
-        if fresh:
-            (folder / "features.json").unlink(missing_ok=True)
-        array, rows, running = trusted_rows(folder, shape, "r+")
-        if not rows:
-            if (folder / "features.npy").exists() and not fresh:
-                print(f"The {desc} in {folder} have no checksum that fits them; computing them again.", flush=True)
-            array = _reserve(folder, shape)
-        if rows < n:
+    def fill(
+        self,
+        make,  # make(start, stop) -> (stop - start, V, d) tensor, a pure function of its arguments
+        every=20,  # seconds between notes of how far it is
+        fresh=False,  # compute all rows again
+    ) -> np.ndarray:  # (N, V, d) float32, a memory map, copy on write
+        "The array on disk if it is whole, else filled by `make`, resuming after the rows that fit their checksum."
+        n = self.shape[0]
+        array, rows, _ = self.open()
+        if rows == n and not fresh:
+            return array
+
+        with run_lock(self.folder, waiting=f"Another process is computing the {self.desc}; waiting for it."):
+            remove_stale_parts(self.folder)
+            if fresh:
+                self.note_file.unlink(missing_ok=True)
+            array, rows, running = self.open("r+")
+            if not rows:
+                if self.array_file.exists() and not fresh:
+                    print(
+                        f"The {self.desc} in {self.folder} have no checksum that fits them; computing them again.",
+                        flush=True,
+                    )
+                array = self.reserve()
             keep_memory()
-            saved = time.monotonic()
-            bar = dict(desc=desc, initial=rows // BLOCK, total=-(-n // BLOCK), unit="block")
+            noted = time.monotonic()
+            bar = dict(desc=self.desc, initial=rows // BLOCK, total=-(-n // BLOCK), unit="block", disable=rows == n)
             for start in progress(range(rows, n, BLOCK), **bar):
                 stop = min(start + BLOCK, n)
-                block = check_finite(make(start, stop), f"{desc} (rows {start} to {stop - 1})")
+                block = check_finite(make(start, stop), f"{self.desc} (rows {start} to {stop - 1})")
                 array[start:stop] = block.numpy()
                 running.update(array[start:stop])
-                if stop == n or time.monotonic() - saved > every:
+                if stop == n or time.monotonic() - noted > every:
                     array.flush()
-                    atomic_write(folder / "features.json", json.dumps(dict(rows=stop, sha256=running.hexdigest())))
-                    saved = time.monotonic()
-        array, rows, _ = trusted_rows(folder, shape)
-    if rows < n:
-        raise AimError(f"The {desc} in {folder} do not read back as they were written; check that disk.")
-    return array
+                    atomic_write(self.note_file, json.dumps(dict(rows=stop, sha256=running.hexdigest())))
+                    noted = time.monotonic()
+            array, rows, _ = self.open()
+        if rows < n:
+            raise AimError(f"The {self.desc} in {self.folder} do not read back as they were written; check that disk.")
+        return array
 
 # %% ../../nbs/63_pretrain.ipynb #64eebe61
-def _has_chance(p):
-    return bool(p.crop_padding or p.flip or p.jitter or p.size)
+@torch.inference_mode()
+def block_features(backbone, view, rows, views, seed, start, stop) -> torch.Tensor:  # (stop - start, max(views, 1), d)
+    "Features of images `start` to `stop` of `rows`: exact ones, or `views` augmented ones each."
+    rows = rows[start:stop]
+    if not views:
+        return forward(backbone, view.exact(rows))[:, None]
+    batches = (view.augmented(rows, torch_rng(seed, "view", start, v)) for v in range(views))
+    return torch.stack([forward(backbone, x) for x in batches], 1)
 
 
-def view_maker(backbone, lens, rows, views, seed):
-    "make(start, stop) for `fill_array`: exact features, or `views` augmented ones an image."
-
-    @torch.inference_mode()
-    def make(start, stop):
-        r = rows[start:stop]
-        batches = [lens.train(r, torch_rng(seed, "view", start, v)) for v in range(views)] if views else [lens.exact(r)]
-        return torch.stack([forward(backbone, x) for x in batches], 1)
-
-    return make
-
-
-def fresh_maker(backbone, lens, rows):
-    "fresh(rows, seed, index) for a `FeatureBank` without a pool."
-
-    @torch.no_grad()
-    def fresh(r, seed, index):
-        z = forward(backbone, lens.train(rows[r], torch_rng(seed, "fresh", index)))
-        return check_finite(z, f"features of {lens.bank.name}/train")
-
-    return fresh
+@torch.no_grad()
+def fresh_features(backbone, view, split_rows, rows, seed, index) -> torch.Tensor:  # (len(rows), d)
+    "Features of newly augmented views, a pure function of seed and index."
+    z = forward(backbone, view.augmented(split_rows[rows], torch_rng(seed, "fresh", index)))
+    return check_finite(z, f"features of {view.bank.name}/train")
 
 # %% ../../nbs/63_pretrain.ipynb #29404ff8
-def split_features(
-    backbone,  # frozen
-    lens,  # how images reach it
-    split,  # train | val | test
-    views=0,  # augmented views an image (0: exact)
-    seed=0,  # of the views
-    sha="",  # of the backbone, from `module_sha`
-    fresh=None,  # compute again (None: what $AIM_FRESH says)
-) -> np.ndarray:  # (N, max(views, 1), d) float32, memory-mapped
-    "The features of a split, computed once and then found by their key."
-    rows = np.concatenate(lens.bank.class_rows(split))
-    identity = dict(
-        backbone=sha,
-        images=lens.describe(),
-        split=split,
-        views=views,
-        seed=seed if views else 0,
-        block=BLOCK if views else 0,
-    )
-    folder = runs_dir() / "features" / f"{lens.bank.name.replace('/', '-')}-{split}-{content_key(identity)}"
-    return fill_array(
-        folder,
-        (len(rows), max(views, 1), backbone.d_out),
-        view_maker(backbone, lens, rows, views, seed),
-        f"features of {lens.bank.name}/{split}",
-        fresh=wants_fresh(fresh, folder),
-    )
-
-# %% ../../nbs/63_pretrain.ipynb #2f6d0058
 def feature_bank(
     backbone,  # frozen, from `pretrained_backbone`
     bank,  # its images
@@ -665,20 +634,26 @@ def feature_bank(
     device="cpu",
 ) -> FeatureBank:
     "Exact features of validation and test images, a pool of augmented views of training images."
-    lens = Lens(bank, device)
-    sha = module_sha(backbone, None if backbone in _named else lens.shape)
-    V = min(views, 1) if not _has_chance(lens.policy) else views  # without augmentation all views are one
-    counts = {s: [len(r) for r in bank.class_rows(s)] for s in splits}
-    arrays = {
-        s: split_features(backbone, lens, s, V if s == "train" else 0, seed, sha, fresh)
-        for s in splits
-        if s != "train" or V
-    }
-    info = dict(dataset=bank.name, data=bank.sha, backbone=sha, views=V, view_seed=seed, d=backbone.d_out)
-    maker = (
-        fresh_maker(backbone, lens, np.concatenate(bank.class_rows("train"))) if "train" in splits and not V else None
-    )
-    return FeatureBank(arrays, counts, dict(info, key=content_key([info, list(splits)])), maker)
+    view = BankView(bank, device)
+    sha = module_sha(backbone, None if backbone in _named else view.shape)
+    pool = views if view.is_random() else min(views, 1)  # without augmentation all views are one
+    arrays, counts, fresh_maker = {}, {}, None
+    for split in splits:
+        class_rows = bank.class_rows(split)
+        counts[split] = [len(r) for r in class_rows]
+        rows = np.concatenate(class_rows)
+        if split == "train" and not pool:
+            fresh_maker = partial(fresh_features, backbone, view, rows)
+            continue
+        V = pool if split == "train" else 0
+        identity = dict(backbone=sha, images=view.describe(), split=split, views=V)
+        identity |= dict(seed=seed, block=BLOCK) if V else dict(seed=0, block=0)
+        folder = runs_dir() / "features" / f"{bank.name.replace('/', '-')}-{split}-{content_key(identity)}"
+        cache = FeatureCache(folder, (len(rows), max(V, 1), backbone.d_out), f"features of {bank.name}/{split}")
+        make = partial(block_features, backbone, view, rows, V, seed)
+        arrays[split] = cache.fill(make, fresh=wants_fresh(fresh, folder))
+    info = dict(dataset=bank.name, data=bank.sha, backbone=sha, views=pool, view_seed=seed, d=backbone.d_out)
+    return FeatureBank(arrays, counts, dict(info, key=content_key([info, list(splits)])), fresh_maker)
 
 # %% ../../nbs/63_pretrain.ipynb #c4f3bbc3
 def features_from_arrays(

@@ -4,18 +4,27 @@
 
 # %% ../../nbs/60_records.ipynb #ff85312b
 from __future__ import annotations
-import functools, hashlib, json, math, platform, subprocess, time, warnings
+import functools
+import hashlib
+import json
+import math
+import platform
+import re
+import subprocess
+import time
+import warnings
 from importlib.resources import files
 from pathlib import Path
+import numpy
 import torch
 from .. import __version__
+from ..config import CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, Budget, Protocol
 from ..core import AimError, atomic_write, content_key, project_root, runs_dir
-from ..config import Budget, Protocol
 
 # %% auto #0
 __all__ = ['FORMAT', 'IDENTITY', 'OUTCOME', 'CIRCUMSTANCES', 'record_key', 'record_seal', 'sealed', 'code_commit', 'versions',
-           'new_record', 'check_record', 'records_dir', 'kept_dir', 'record_name', 'save_record', 'read_record',
-           'field', 'read_records', 'find_record', 'keep', 'essence']
+           'new_record', 'check_record', 'records_dir', 'kept_dir', 'record_name', 'kept_path', 'save_record',
+           'read_record', 'field', 'read_records', 'find_record', 'keep', 'essence']
 
 # %% ../../nbs/60_records.ipynb #77fd58fe
 FORMAT = 2
@@ -29,7 +38,7 @@ CIRCUMSTANCES = dict(
 def record_key(
     identity,  # at least the fields of `IDENTITY`
 ) -> str:
-    "The name of a question: equal questions have equal keys."
+    """A hash of the identity: equal questions have equal keys."""
     return content_key({k: identity[k] for k in IDENTITY})
 
 
@@ -52,28 +61,25 @@ def code_commit() -> str:
     "The commit of the code that runs, with `+` where it was changed; empty where no repository tracks it."
 
     def git(*args):
-        return subprocess.run(
-            ["git", "-C", str(files("aim_nb")), *args], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        command = ["git", "-C", str(files("aim_nb")), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", "--", "__init__.py")
-        return git("rev-parse", "--short=12", "HEAD") + (
-            "+" if git("status", "--porcelain", "--untracked-files=no", "--", ".") else ""
-        )
+        commit = git("rev-parse", "--short=12", "HEAD")
+        is_changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return f"{commit}+" if is_changed else commit
 
 
 def versions() -> dict:
-    "What a number may depend on."
-    import numpy
-
+    "Versions of all that a number may depend on."
     return dict(aim_nb=__version__, python=platform.python_version(), torch=torch.__version__, numpy=numpy.__version__)
 
 # %% ../../nbs/60_records.ipynb #3c7a2bfe
 def new_record(
-    task: str,  # fewshot | continual | pretrain
+    task: str,  # fewshot | continual | activation
     dataset: str,
     method: str,
     seed: int,
@@ -86,7 +92,7 @@ def new_record(
     notebook: str = "",
     seconds: float = 0.0,
     device: str = "cpu",
-    **told,  # more that follows from the rest, such as the preset of a continual run
+    **more,  # what follows from the rest, such as the preset of a continual run
 ) -> dict:
     "A complete record, with its key, its circumstances and its seal."
     rec = dict(
@@ -108,20 +114,49 @@ def new_record(
         versions=versions(),
         commit=code_commit(),
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **told,
+        **more,
     )
     return sealed(rec)
 
 # %% ../../nbs/60_records.ipynb #e2fb9308
-def _finite(value) -> bool:
-    "No NaN or infinity anywhere in a nested value."
-    if isinstance(value, dict):
-        return all(map(_finite, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_finite, value))
+_TASKS = ("fewshot", "continual", "activation")
+_METRICS = dict(  # what each task's records measure at least
+    fewshot=dict(accuracy=(int, float), ci95=(int, float)),
+    continual=dict(accuracy=(int, float), ci95=(int, float)),
+    activation=dict(classes=list, steps=list, first=list, last=list, weights=dict, K=int, M=int),
+)
+
+
+def _is_plain(value, depth=8) -> bool:
+    "Whether a value is text and finite numbers in lists and dicts, at most `depth` deep."
+    if isinstance(value, (dict, list)):
+        parts = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_is_plain(v, depth - 1) for v in parts)
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def _has_types(values, types) -> bool:
+    return all(isinstance(values.get(k), kind) for k, kind in types.items())
+
+
+def _fits_types(dataclass, values) -> bool:
+    "Whether a dataclass takes these values, each of the type of its default."
+    try:
+        made = dataclass(**values)
+    except (TypeError, ValueError):
+        return False
+    return all(type(v).__name__ == dataclass.__annotations__[k] for k, v in made.asdict().items())
+
+
+def _has_curves(metrics) -> bool:
+    "Whether each run of a meta-test has one accuracy for each number of classes."
+    n_classes, test, train = (metrics.get(k, []) for k in ("n_classes", "test", "train"))
+    if not all(isinstance(part, list) for part in (n_classes, test, train, *test, *train)):
+        return False
+    runs = [n_classes, *test, *train]
+    return all(len(run) == len(n_classes) and all(isinstance(x, (int, float)) for x in run) for run in runs)
+
+# %% ../../nbs/60_records.ipynb #fd121465
 def check_record(
     rec,  # what was read
     name,  # what to call it in an error
@@ -131,19 +166,39 @@ def check_record(
         raise AimError(f"{name} is not a run record.")
     if rec["format"] != FORMAT:
         raise AimError(
-            f"{name} has record format {rec['format']}, this version reads {FORMAT}; run the experiment again."
+            f"{name} has record format {rec['format']!r:.20}, this version reads {FORMAT}; run the experiment again."
         )
+    if not _is_plain(rec):
+        raise AimError(f"{name}: a metric is not a finite number, or it is nested deeper than any record.")
     for field, kind in {**IDENTITY, **OUTCOME, **CIRCUMSTANCES, "key": str, "seal": str}.items():
         if not isinstance(rec.get(field), kind):
             raise AimError(f"{name}: field {field!r} is missing or of the wrong type.")
-    if not isinstance(rec["budget"].get("name"), str):
-        raise AimError(f"{name}: its budget has no name.")
-    if rec["key"] != record_key(rec):
-        raise AimError(f"{name}: its key does not fit its contents; it was changed after it was written.")
-    if not _finite([rec["metrics"], rec["history"]]):
-        raise AimError(f"{name}: a metric is not a finite number.")
+
+    methods = CONTINUAL_METHODS if rec["task"] == "continual" else FEWSHOT_METHODS
+    if rec["task"] == "activation":
+        methods = FEWSHOT_METHODS + CONTINUAL_METHODS
+    is_known = dict(
+        task=rec["task"] in _TASKS,
+        method=rec["method"] in methods,
+        dataset=rec["dataset"] in DATASETS or rec["dataset"].startswith(("folder:", "folder-")),
+        budget=_fits_types(Budget, rec["budget"]),
+        protocol=_fits_types(Protocol, rec["protocol"]),
+        parameters=not any(isinstance(v, (dict, list)) for v in rec["parameters"].values()),
+        history=all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rec["history"]),
+    )
+    for field, good in is_known.items():
+        if not good:
+            raise AimError(f"{name}: its {field} is not one that this version knows.")
+    if (
+        not _has_types(rec["metrics"], _METRICS[rec["task"]])
+        or rec["task"] == "continual"
+        and not _has_curves(rec["metrics"])
+    ):
+        raise AimError(f"{name}: its metrics are not those of a {rec['task']} run.")
     if not 0 <= rec["metrics"].get("accuracy", 0) <= 100:
         raise AimError(f"{name}: an accuracy of {rec['metrics']['accuracy']} is not between 0 and 100.")
+    if rec["key"] != record_key(rec):
+        raise AimError(f"{name}: its key does not fit its contents; it was changed after it was written.")
     if rec["seal"] != record_seal(rec):
         raise AimError(
             f"{name}: its seal does not fit; it was changed after it was written, so run the experiment again."
@@ -152,20 +207,31 @@ def check_record(
 
 # %% ../../nbs/60_records.ipynb #9bbd5186
 def records_dir() -> Path:
+    "Where runs write their records."
     return runs_dir() / "records"
 
 
 def kept_dir() -> Path:
+    "Where kept records are, in folders `task/dataset`."
     return project_root() / "results"
 
 
 def record_name(rec) -> str:
     "A file name that a person can read."
-    return f"{rec['task']}-{rec['dataset'].replace(':', '_').replace('/', '_')}-{rec['method']}-{rec['budget']['name']}-s{rec['seed']}-{rec['key']}.json"
+    name = f"{rec['task']}-{rec['dataset']}-{rec['method']}-{rec['budget']['name']}-s{rec['seed']}-{rec['key']}"
+    return re.sub(r"[^\w.@+-]", "_", name) + ".json"
 
 
-def save_record(rec, folder=None) -> Path:
-    "Write `rec` to `folder` (default: the runs' records), whole or not at all."
+def kept_path(rec) -> Path:
+    "Where a record goes below the folder of kept records: `task/dataset/NAME.json`."
+    return Path(rec["task"]) / re.sub(r"[^\w-]", "_", rec["dataset"]) / record_name(rec)
+
+
+def save_record(
+    rec,
+    folder=None,  # default: the runs' records
+) -> Path:
+    "Write a record to `folder`, whole or not at all, and return its path."
     path = Path(folder or records_dir()) / record_name(check_record(rec, "this record"))
     atomic_write(path, json.dumps(rec, indent=1, sort_keys=True) + "\n")
     return path
@@ -193,23 +259,26 @@ def field(rec, name):
     return _MISSING
 
 
+def _matches(value, wanted) -> bool:
+    return value in wanted if isinstance(wanted, (list, tuple, set)) else value == wanted
+
+
 def read_records(
-    *folders,  # default: the kept records
+    *folders,  # with records at any depth; default: the kept ones
     **where,  # field=value, or field=collection of values
 ) -> list:
-    "All good records that fit, in a fixed order; each bad file is named in a warning."
-    out = {}
-    for path in (p for f in folders or (kept_dir(),) for p in sorted(Path(f).glob("*.json"))):
-        try:
-            rec = read_record(path)
-        except AimError as e:
-            warnings.warn(f"left out: {e}")
-            continue
-        if all(
-            field(rec, k) in v if isinstance(v, (list, tuple, set)) else field(rec, k) == v for k, v in where.items()
-        ):
-            out[rec["key"]] = rec
-    return list(out.values())
+    "All good records that fit, in the order of their names; each bad file is named in a warning."
+    found = {}
+    for folder in folders or (kept_dir(),):
+        for path in sorted(Path(folder).rglob("*.json"), key=lambda path: path.name):
+            try:
+                rec = read_record(path)
+            except AimError as e:
+                warnings.warn(f"left out: {e}")
+                continue
+            if all(_matches(field(rec, name), wanted) for name, wanted in where.items()):
+                found[rec["key"]] = rec
+    return list(found.values())
 
 
 def find_record(identity) -> dict | None:
@@ -224,7 +293,8 @@ def keep(
     **where,  # as for `read_records`
 ) -> list:
     "Copy the records that fit into the committed results; return their paths."
-    return [save_record(rec, into or kept_dir()) for rec in read_records(folder or records_dir(), **where)]
+    into = Path(into or kept_dir())
+    return [save_record(rec, (into / kept_path(rec)).parent) for rec in read_records(folder or records_dir(), **where)]
 
 # %% ../../nbs/60_records.ipynb #d40178b9
 def essence(rec) -> dict:

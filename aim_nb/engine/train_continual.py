@@ -6,29 +6,18 @@
 from __future__ import annotations
 import warnings
 from dataclasses import replace
-from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from ..aim import AIM, random_masks
-from ..anml import ANML, anml_loss
+from ..aim import AIM, count_parameters, random_masks
+from ..anml import ANML
 from ..backbones import check_precision
-from ..data.banks import open_bank
-from .checkpoints import load_tensors, run_checkpoints, save_tensors
-from ..core import AimError, check_choice, content_key, key_seed, pick_device, runs_dir, torch_rng
 from ..config import CONTINUAL_METHODS, PRESETS, SWITCHES, Budget, Protocol, preset, preset_size
 from ..config import budget as named_budget
-from aim_nb.engine.metatest import (
-    VAL_CLASSES,
-    Store,
-    banners,
-    evaluating,
-    mechanism_use,
-    metatest,
-    same_images,
-    store_path,
-    validate_continual,
-)
+from ..core import AimError, check_choice, content_key, key_seed, pick_device, torch_rng
+from ..data.banks import open_bank
+from ..data.tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
+from .checkpoints import log_path, read_log, run_checkpoints, save_tensors, stack_log
 from aim_nb.engine.loop import (
     load_best,
     load_module,
@@ -38,16 +27,29 @@ from aim_nb.engine.loop import (
     run_loop,
     wants_fresh,
 )
-from ..oml import N_OUT, OML, oml_loss, reset_rows
-from ..paper import comparability
+from aim_nb.engine.metatest import (
+    VAL_CLASSES,
+    Store,
+    banners,
+    evaluating,
+    mechanism_use,
+    metatest,
+    network_inputs,
+    row_masks,
+    same_images,
+    store_path,
+    validate_continual,
+)
 from .records import find_record, new_record, save_record
-from ..data.tasks import draw_meta_batch, eval_view, input_shape, normaliser, policy, train_view
+from ..kernels.fastweights import anml_loss, oml_loss
+from ..oml import N_OUT, OML, reset_rows
+from ..paper import comparability
 
 # %% auto #0
 __all__ = ['METATEST', 'MILESTONES', 'LEARNS', 'relevant', 'nearest_preset', 'make_continual', 'meta_train_rows',
-           'ContinualTrainee', 'died_at', 'continual_identity', 'training_checkpoints', 'continual_budget', 'count',
-           'sizes', 'read_uses', 'log_path', 'read_log', 'save_log', 'train_continual', 'run_continual',
-           'saved_weights', 'load_continual', 'describe_continual', 'read_continual']
+           'ContinualTrainee', 'died_at', 'continual_identity', 'training_checkpoints', 'continual_budget', 'save_log',
+           'train_continual', 'size_metrics', 'run_continual', 'saved_weights', 'load_continual', 'describe_continual',
+           'read_continual']
 
 # %% ../../nbs/65_train_continual.ipynb #0830afb7
 _TRAIN = dict(
@@ -61,14 +63,18 @@ _TEST = dict(
 )
 
 
+def _switches(method, tables=(_TRAIN, _TEST)) -> list:
+    "The names of the switches that a method has."
+    return [name for table in tables for part in ("all", *method.split("+")) for name in table.get(part, ())]
+
+
 def relevant(
     method,
     protocol,
     of=(_TRAIN, _TEST),  # which switches
 ) -> Protocol:
     "The protocol with every switch that this method does not have at its default."
-    parts = ("all", *method.split("+"))
-    values = {name: getattr(protocol, name) for table in of for part in parts for name in table.get(part, ())}
+    values = {name: getattr(protocol, name) for name in _switches(method, of)}
     if values.get("row_reset") == "matched":
         is_unit = method.endswith("unit") or method.endswith("+aim") and protocol.gate == "raw"
         values["row_reset"] = "normal" if is_unit else "kaiming"
@@ -87,12 +93,11 @@ def nearest_preset(
     protocol,  # of a record
 ) -> tuple:
     "The preset that differs least from a protocol, and the switches that differ."
-    names = [n for table in (_TRAIN, _TEST) for part in ("all", *method.split("+")) for n in table.get(part, ())]
+    own = relevant(method, protocol).asdict()
     changed = {}
     for name in PRESETS:
-        of_preset = relevant(method, preset(name, dataset))
-        own = relevant(method, protocol)
-        changed[name] = {n: getattr(own, n) for n in names if getattr(own, n) != getattr(of_preset, n)}
+        usual = relevant(method, preset(name, dataset)).asdict()
+        changed[name] = {switch: own[switch] for switch in _switches(method) if own[switch] != usual[switch]}
     best = min(PRESETS, key=lambda name: len(changed[name]))
     return best, changed[best]
 
@@ -107,14 +112,20 @@ def make_continual(
     K=10,
     l=2,
     seed=0,
+    rln=None,  # OML: a slow network of one's own, with `d_out`
 ):
     "The network of `method`, its initial weights a function of the seed."
     family, _, layer = check_choice("method", method, CONTINUAL_METHODS).partition("+")
-    make = {"oml": OML, "anml": ANML}[family]
-    aim = {}
+    more = {}
     if layer:  # a linear layer takes its size from AIM's
-        aim = dict(M=M, K=K, l=l if protocol.mask == "attended" else 0, gate=protocol.gate, select=protocol.select)
-        aim |= dict(mask=protocol.mask, aim_scale=protocol.aim_scale, reduce=protocol.reduce)
+        l = l if protocol.mask == "attended" else 0
+        more |= dict(M=M, K=K, l=l, gate=protocol.gate, select=protocol.select)
+        more |= dict(mask=protocol.mask, aim_scale=protocol.aim_scale, reduce=protocol.reduce)
+    if rln is not None:
+        if family != "oml":
+            raise AimError(f"method={method!r} has no single slow network to replace; choose one of OML's methods.")
+        more["rln"] = rln
+    make = OML if family == "oml" else ANML
     return make(
         shape,
         n_out,
@@ -123,7 +134,7 @@ def make_continual(
         width=width,
         precision=protocol.precision,
         generator=torch_rng(seed, "init", method),
-        **aim,
+        **more,
     )
 
 # %% ../../nbs/65_train_continual.ipynb #aea4c176
@@ -136,7 +147,7 @@ def meta_train_rows(bank, train_classes="split") -> list:
 
 
 class ContinualTrainee:
-    "Meta-training of one method on one bank."
+    "Meta-training of one method on one bank of images, or of feature vectors with a slow network of one's own."
 
     def __init__(
         self,
@@ -155,6 +166,7 @@ class ContinualTrainee:
         lr_in=1e-2,  # of the inner loop
         lr_out=1e-3,  # Adam's
         device="cpu",
+        rln=None,  # OML: a slow network of one's own, with `d_out`
     ):
         check_precision(protocol.precision, torch.device(device).type)
         self.bank = bank
@@ -167,49 +179,57 @@ class ContinualTrainee:
         self.n_classes = n_classes
         self.lr_in = lr_in
         self.rows = meta_train_rows(bank, protocol.train_classes)
-        self.norm = normaliser(bank, protocol.inputs)
-        self.policy = policy(bank.name, "continual")
-        drawings = min(map(len, self.rows)) <= 20
-        self.inner = inner or (20 if protocol.meta_images != "others" else 15 if drawings else 30)
+        few_images = min(map(len, self.rows)) <= 20  # drawings, not photographs
+        self.inner = inner or (20 if protocol.meta_images != "others" else 15 if few_images else 30)
 
+        self.has_images = bank.images.ndim == 4
+        self.policy = policy(bank.name, "continual") if self.has_images else None
+        self.norm = normaliser(bank, protocol.inputs) if self.has_images else None
+        shape = input_shape(bank, protocol.inputs, self.policy) if self.has_images else bank.images.shape[1:]
         n_out = n_out or N_OUT.get(bank.name, 0) or max(len(self.rows), len(bank.classes("test")))
-        shape = input_shape(bank, protocol.inputs, self.policy)
-        self.net = make_continual(method, shape, n_out, protocol, budget.width, M, K, l, seed).to(device).train()
-        self.has_aim = isinstance(self.net.tail.layer, AIM)
+        net = make_continual(method, shape, n_out, protocol, budget.width, M, K, l, seed, rln)
+        self.net = net.to(device).train()
+        self.has_aim = isinstance(net.tail.layer, AIM)
         if self.has_aim and protocol.mask == "random":  # for every image of the bank
-            self.net.row_masks = random_masks(len(bank.labels), M, K, key_seed("mask", seed))
-        slow = [p for n, p in self.net.named_parameters() if protocol.slow_set == "all" or n.startswith(self.net.slow)]
-        for p in self.net.parameters():
-            p.requires_grad_(False)
-        for p in slow:
-            p.requires_grad_(True)
-        self.optimizer = torch.optim.Adam(slow, lr=lr_out, fused=True)
-        self.log = {}
+            net.row_masks = random_masks(len(bank.labels), M, K, key_seed("mask", seed))
 
-    def weights(self):
+        for name, p in net.named_parameters():
+            p.requires_grad_(protocol.slow_set == "all" or name.startswith(net.slow))
+        slow = [p for p in net.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(slow, lr=lr_out, fused=True)
+        self.log = {}  # which mechanisms the validation classes used, at each validation
+
+    # state
+
+    def weights(self) -> dict:
+        "What a meta-test needs, without the optimizer."
         return {**module_tensors(self.net, "net."), **self.log}
 
     def load_weights(self, tensors):
         load_module(self.net, tensors, "net.")
         self.log = {k: v for k, v in tensors.items() if k.startswith("log.")}
 
-    def tensors(self):
+    def state_dict(self) -> dict:
+        "All that the next step depends on."
         return {**self.weights(), **optimizer_tensors(self.optimizer)}
 
-    def load(self, tensors):
-        "Take a state back."
+    def load_state_dict(self, tensors):
         self.load_weights(tensors)
         load_optimizer(self.optimizer, tensors)
 
+    # one step
+
     def images(self, rows, step, part):
-        "A batch of normalised images, varied as the dataset's policy says."
+        "A batch of inputs; images are augmented and normalised as the dataset's policy says."
+        if not self.has_images:
+            return network_inputs(self.bank, rows, None).to(self.device)
         generator = torch_rng(self.seed, "augment", part, step)
         return train_view(self.bank.images[rows], self.norm, self.policy, generator).to(self.device)
 
-    def step(self, i):
-        "One outer step."
+    def step(self, i) -> dict:
+        "Outer step number `i`; returns loss and accuracies of its meta-batch."
         if i == 0 and self.has_aim:
-            self.note_use(0)
+            self.log_mechanisms(0)
         generator = torch_rng(self.seed, "step", i)
         images = self.protocol.meta_images
         batch = draw_meta_batch(self.rows, self.seed, i, self.inner, self.random, images, self.n_classes)
@@ -217,16 +237,16 @@ class ContinualTrainee:
 
         x = self.images(batch.outer, i, "outer")
         y = torch.as_tensor(batch.outer_labels, device=self.device)
-        more = dict(n_inner=len(batch.inner), generator=generator, lr=self.lr_in, order=self.protocol.order)
+        how = dict(n_inner=len(batch.inner), generator=generator, lr=self.lr_in, order=self.protocol.order)
         if images != "same":
-            more |= dict(x_inner=self.images(batch.inner, i, "inner"))
-            more |= dict(y_inner=torch.as_tensor(batch.inner_labels, device=self.device))
+            how["x_inner"] = self.images(batch.inner, i, "inner")
+            how["y_inner"] = torch.as_tensor(batch.inner_labels, device=self.device)
         if hasattr(self.net, "row_masks"):
-            more |= dict(masks=[self.net.row_masks[rows].to(self.device) for rows in (batch.outer, batch.inner)])
+            how["masks"] = [row_masks(self.net, rows, self.device) for rows in (batch.outer, batch.inner)]
         if isinstance(self.net, OML):
-            loss, logits, _ = oml_loss(self.net, x, y, **more)
+            loss, logits = oml_loss(self.net, x, y, **how)
         else:
-            loss, logits, _ = anml_loss(self.net, x, y, fast_set=self.protocol.fast_set, **more)
+            loss, logits = anml_loss(self.net, x, y, fast_set=self.protocol.fast_set, **how)
 
         self.optimizer.zero_grad()
         loss.backward()
@@ -234,34 +254,40 @@ class ContinualTrainee:
         right = (logits.detach().argmax(-1) == y).float()
         return dict(loss=loss.detach(), acc=right[: self.random].mean(), acc_new=right[self.random :].mean())
 
-    def validate(self, n):
-        "A trajectory over validation classes, which mechanisms they use, and whether the network is constant."
+    # what is looked at now and then
+
+    def evaluate(self, n) -> dict:
+        "After `n` steps: a trajectory over validation classes, the mechanisms they use, and whether the network is constant."
         row = validate_continual(self.net, self.bank, self.norm, self.budget, self.seed, self.device)
         row["constant"] = self.is_constant()
         if self.has_aim:
-            row["used"] = self.note_use(n)
+            row["used"] = self.log_mechanisms(n)
         return row
 
     def is_constant(self, n_images=200) -> bool:
-        "Whether different images have equal logits, to the last bit, and the first convolution has a gradient of exactly zero."
+        "Whether different images have equal logits, to the last bit, and the slow network's first weight a gradient of exactly zero."
         rows = np.array([r[0] for r in self.rows])
         rows = rows[np.linspace(0, len(rows) - 1, min(n_images, len(rows))).astype(int)]
-        x = eval_view(self.bank.images[rows], self.norm, self.policy).to(self.device)
+        x = network_inputs(self.bank, rows, self.norm).to(self.device)
         labels = torch.arange(len(x), device=self.device) % self.net.tail.fc.out_features
-        first = next(p for name, p in self.net.named_parameters() if name.endswith("conv.weight"))
-        masks = self.net.row_masks[rows].to(self.device) if hasattr(self.net, "row_masks") else None
+        first = next(p for name, p in self.net.named_parameters() if p.dim() > 1)
         with evaluating(self.net), torch.enable_grad():
-            logits = self.net(x, ranks=masks)
+            logits = self.net(x, row_masks(self.net, rows, self.device))
             if not (logits == logits[0]).all():
                 return False
             (gradient,) = torch.autograd.grad(F.cross_entropy(logits, labels), first)
         return not gradient.any()
 
-    def note_use(self, n) -> int:
-        "Log which mechanisms the validation classes use; returns how many are in use."
+    def log_mechanisms(self, n) -> int:
+        "Log which mechanisms the validation classes use after `n` steps; returns how many are in use."
         use = mechanism_use(self.net, self.bank, self.norm, "val", device=self.device)
         self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
         return int((use["mask"] > 0).any(0).sum())
+
+    # the names by which `run_loop` still asks for them
+    tensors = state_dict
+    load = load_state_dict
+    validate = evaluate
 
 
 def died_at(history) -> int:
@@ -321,67 +347,17 @@ def continual_budget(
     return replace(budget if isinstance(budget, Budget) else named_budget(budget, "continual", dataset, steps), **asked)
 
 # %% ../../nbs/65_train_continual.ipynb #4ec8d67c
-def count(module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def sizes(trainee, M, K, l) -> dict:
-    "Parameters of the network, of its layer and of the whole tail; for a linear layer also those of the tail with AIM that it matches."
-    net = trainee.net
-    out = dict(
-        parameters_all=count(net),
-        parameters_layer=count(net.tail.layer),
-        parameters_tail=count(net.tail),
-        d_features=net.tail.fc.in_features,
-    )
-    if trainee.method.startswith("oml+linear"):
-        shape = input_shape(trainee.bank, trainee.protocol.inputs, trainee.policy)
-        with torch.device("meta"):
-            twin = OML(
-                shape,
-                net.tail.fc.out_features,
-                "aim",
-                width=trainee.budget.width,
-                M=M,
-                K=K,
-                l=l,
-                gate=trainee.protocol.gate,
-            )
-        out["parameters_tail_aim"] = count(twin.tail)
-    return out
-
-
-def read_uses(log) -> dict:
-    "The log of mechanism use as arrays over validations: step (T,), score and mask (T, classes, M)."
-    at = sorted({int(k.split(".")[1]) for k in log})
-    return {"step": torch.tensor(at)} | {
-        k: torch.stack([log[f"log.{n:07d}.{k}"] for n in at]) for k in ("score", "mask")
-    }
-
-
-def log_path(record) -> Path:
-    "Where the log of mechanism use of a record's run lies."
-    return runs_dir() / "logs" / f"continual-{record['key']}.safetensors"
-
-
-def read_log(record) -> tuple:
-    "Mechanism use over meta-training (step, score, mask of validation classes) and at the end on test classes (test_score, test_mask); a dict with the class names."
-    return load_tensors(log_path(record))
-
-
 def save_log(record, trainee):
     "Write that log, for a network with AIM."
-    t = trainee
-    final = mechanism_use(t.net, t.bank, t.norm, "test", classes=t.budget.classes, device=t.device)
-    own = {
-        0,
-        *(row["step"] for row in record["history"]),
-    }  # a shorter run in this folder may have looked elsewhere, too
-    log = read_uses({k: v for k, v in t.log.items() if int(k.split(".")[1]) in own})
-    log |= {f"test_{k}": v for k, v in final.items()}
-    names = {split: [t.bank.class_names[c] for c in t.bank.classes(split)] for split in ("val", "test")}
-    told = dict(record=record["key"], classes=names["val"], test_classes=names["test"][: len(final["mask"])])
-    save_tensors(log_path(record), log, told | dict(of="slow weights, before meta-test"))
+    bank = trainee.bank
+    budget = trainee.budget
+    final = mechanism_use(trainee.net, bank, trainee.norm, "test", classes=budget.classes, device=trainee.device)
+    steps = {0, *(row["step"] for row in record["history"])}  # a shorter run in this folder may have looked elsewhere
+    log = stack_log({name: t for name, t in trainee.log.items() if int(name.split(".")[1]) in steps})
+    log |= {f"test_{part}": use for part, use in final.items()}
+    names = {split: [bank.class_names[c] for c in bank.classes(split)] for split in ("val", "test")}
+    meta = dict(record=record["key"], classes=names["val"], test_classes=names["test"][: len(final["mask"])])
+    save_tensors(log_path(record), log, meta | dict(of="slow weights, before meta-test"))
 
 # %% ../../nbs/65_train_continual.ipynb #3d5452a1
 MILESTONES = (1000, 2000, 5000, 10_000, 20_000)
@@ -389,22 +365,23 @@ MILESTONES = (1000, 2000, 5000, 10_000, 20_000)
 
 def train_continual(trainee, checkpoints, fresh=None, callbacks=(), desc="", stop_if_dead=False):
     "Meta-train to the budget's end, from where it stopped; leaves the weights to be meta-tested in place and returns the history."
-    warned = []
+    warned = False
 
     def stop_when(history):
+        nonlocal warned
         step = died_at(history)
         if step and not warned:
+            warned = True
             warnings.warn(
-                f"{desc}: dead since step {step:,} or before: every image gets the same logits, and no gradient reaches the first convolution."
+                f"{desc}: dead since step {step:,} or before: every image gets the same logits, "
+                "and no gradient reaches the first convolution."
             )
-            warned.append(step)
         return bool(step) and stop_if_dead
 
-    budget = trainee.budget
     history = run_loop(
         trainee,
-        budget.steps,
-        budget.val_every,
+        trainee.budget.steps,
+        trainee.budget.val_every,
         checkpoints,
         callbacks=callbacks,
         desc=desc,
@@ -415,6 +392,24 @@ def train_continual(trainee, checkpoints, fresh=None, callbacks=(), desc="", sto
     if trainee.protocol.weights == "best" and history.best_step != history.last["step"]:
         load_best(trainee, history, checkpoints)
     return history
+
+
+def size_metrics(trainee, M, K, l) -> dict:
+    "Parameters of the network, of its layer and of the whole tail; for a linear layer also those of the tail with AIM that it matches."
+    net = trainee.net
+    metrics = dict(
+        parameters_all=count_parameters(net),
+        parameters_layer=count_parameters(net.tail.layer),
+        parameters_tail=count_parameters(net.tail),
+        d_features=net.tail.fc.in_features,
+    )
+    if trainee.method.startswith("oml+linear"):
+        shape = input_shape(trainee.bank, trainee.protocol.inputs, trainee.policy)
+        size = dict(width=trainee.budget.width, M=M, K=K, l=l, gate=trainee.protocol.gate)
+        with torch.device("meta"):
+            twin = OML(shape, net.tail.fc.out_features, "aim", **size)
+        metrics["parameters_tail_aim"] = count_parameters(twin.tail)
+    return metrics
 
 
 def run_continual(
@@ -450,24 +445,22 @@ def run_continual(
         raise AimError(
             "mask='random' draws by image, which the meta-test of all fast weights cannot; use metatest_update=head."
         )
-    if stop_if_dead:
-        others["stop_if_dead"] = True
-    identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **others)
+    noted = others | dict(stop_if_dead=True) if stop_if_dead else others
+    identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **noted)
     if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)):
         return found
 
-    others.pop("stop_if_dead", None)
-    t = ContinualTrainee(bank, method, seed, b, protocol, M, K, l, device=pick_device(device), **others)
+    trainee = ContinualTrainee(bank, method, seed, b, protocol, M, K, l, device=pick_device(device), **others)
     checkpoints = training_checkpoints(identity)
     with checkpoints.lock():
         desc = f"{dataset} {method} seed {seed}"
-        history = train_continual(t, checkpoints, fresh, callbacks, desc, stop_if_dead)
-        store = Store(store_path(content_key(identity)), t.net)
-        metrics = metatest(t.net, t.bank, t.norm, t.protocol, b, seed, store=store, device=t.device)
+        history = train_continual(trainee, checkpoints, fresh, callbacks, desc, stop_if_dead)
+        store = Store(store_path(content_key(identity)), trainee.net)
+        metrics = metatest(trainee.net, bank, trainee.norm, protocol, b, seed, store=store, device=trainee.device)
         metrics |= dict(val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"])
         metrics |= dict(best_step=history.best_step, last_step=history.last["step"], died_at=died_at(history))
-        metrics |= sizes(t, M, K, l)
-        if t.has_aim:
+        metrics |= size_metrics(trainee, M, K, l)
+        if trainee.has_aim:
             tested = history.best if protocol.weights == "best" else history.last
             metrics["mechanisms_used"] = tested["used"]
         record = new_record(
@@ -476,12 +469,12 @@ def run_continual(
             history=history.rows(),
             notebook=notebook,
             seconds=history.seconds + store.seconds,
-            device=t.device,
+            device=trainee.device,
             preset=name,
             changed=changed,
         )
-        if t.has_aim:
-            save_log(record, t)
+        if trainee.has_aim:
+            save_log(record, trainee)
         save_record(record)
         store.path.unlink(missing_ok=True)
     return record
@@ -512,17 +505,16 @@ def load_continual(
 ):
     "The network of a finished run, from its checkpoints, and its trainee."
     saved = saved_weights(record, which or record["protocol"]["weights"])
-    parameters = {k: v for k, v in record["parameters"].items() if k != "stop_if_dead"}
-    t = ContinualTrainee(
+    trainee = ContinualTrainee(
         open_bank(record["dataset"], data_root),
         record["method"],
         record["seed"],
         Budget(**record["budget"]),
         Protocol(**record["protocol"]),
-        **parameters,
+        **{k: v for k, v in record["parameters"].items() if k != "stop_if_dead"},
     )
-    load_module(t.net, saved.tensors, "net.")
-    return t.net.eval(), t
+    load_module(trainee.net, saved.tensors, "net.")
+    return trainee.net.eval(), trainee
 
 # %% ../../nbs/65_train_continual.ipynb #47a35bb5
 def describe_continual(
@@ -538,20 +530,27 @@ def describe_continual(
     "The banner of a run: data, budget, switches, and whether it can be compared with the paper."
     b = budget
     name, changed = nearest_preset(dataset, method, protocol)
-    switches = f"preset {name}" + "".join(f", {k}={v}" for k, v in changed.items())
-    same = comparability("continualz", dict(dataset=dataset, method="oml", n_classes=10), b.asdict())
-    word = {
+    switches = ", ".join([f"preset {name}", *(f"{k}={v}" for k, v in changed.items())])
+    verdict = {
         "yes": "comparable with the paper",
-        "budget": "another budget than the paper's: read the comparison with care",
-        "data": "the paper has no figures for this dataset",
-    }[same]
-    width = "full width" if not b.width else f"{b.width} channels instead of 112, a narrower network than the paper's"
+        "budget": "shorter or narrower than the paper's, so not comparable with it",
+        "data": "the paper has no numbers for this dataset",
+    }[comparability("continualz", dict(dataset=dataset, method="oml", n_classes=10), b.asdict())]
+    width = "full width" if not b.width else f"{b.width} channels instead of 112"
+    classes = f"at most {b.classes} classes" if b.classes else "all classes"
+    tested = f"{_plural(b.runs, 'run')} over {classes}; rates: {b.rates}, each on {_plural(b.rate_runs, 'trajectory')}"
     lines = [
         f"{dataset}, budget {b.name}: {b.steps:,} meta-training steps (paper 20,000), {width}.",
-        f"Meta-test: {b.runs} runs, {b.rates} rates x {b.rate_runs} trajectories to choose from, {'all classes' if not b.classes else f'at most {b.classes} classes'}; AIM: M={M}, K={K}, l={l}.",
-        f"Switches: {switches}. {n_runs} runs, finished ones are reused; {word}.",
+        f"Meta-test: {tested}. AIM: M={M}, K={K}, l={l}.",
+        f"Switches: {switches}. {_plural(n_runs, 'run')}, finished ones are reused; {verdict}.",
     ]
     return "\n".join(lines + banners(protocol, dataset))
+
+
+def _plural(n, word):
+    if n == 1:
+        return f"{n} {word}"
+    return f"{n} {word[:-1]}ies" if word.endswith("y") else f"{n} {word}s"
 
 # %% ../../nbs/65_train_continual.ipynb #5d4b8584
 LEARNS = dict(
@@ -559,32 +558,25 @@ LEARNS = dict(
 )  # at meta-test
 
 
-def _at_end(record):
-    return np.mean(record["metrics"]["test"], 0)[-1]
+def _mean_at_end(records, part="test"):
+    "The mean accuracy after the most classes."
+    return np.mean([np.mean(r["metrics"][part], 0)[-1] for r in records])
 
 
-def _one_method(recs):
+def _method_sentence(records):
     "A sentence on the records of one method and one kind of meta-test."
-    m = recs[0]["metrics"]
-    acc, gone, kept = (
-        np.mean(v)
-        for v in (
-            [_at_end(r) for r in recs],
-            [r["metrics"]["forgetting"] for r in recs],
-            [np.mean(r["metrics"]["train"], 0)[-1] for r in recs],
-        )
-    )
-    age = (
-        f"the first quarter of the classes stands {gone:.1f} points behind the last"
-        if gone > 0
-        else f"the first quarter of the classes does not stand behind the last ({abs(gone):.1f} points ahead)"
-    )
-    found = (
-        f"{acc:.1f} % on the images learnt from, which are the release's test images,"
-        if same_images(recs[0]["protocol"]["protocol"], recs[0]["dataset"])
-        else f"{acc:.1f} % on held-out images and {kept:.1f} % on the images learnt from"
-    )
-    return f"- **{recs[0]['method']}** ({LEARNS[m['update']]}): {found} after {m['n_classes'][-1]} classes; {age}."
+    first = records[0]
+    metrics = first["metrics"]
+    test = _mean_at_end(records)
+    train = _mean_at_end(records, "train")
+    lost = np.mean([r["metrics"]["forgetting"] for r in records])
+    found = f"{test:.1f} % on held-out images and {train:.1f} % on the images learnt from"
+    if same_images(first["protocol"]["protocol"], first["dataset"]):
+        found = f"{test:.1f} % on the images learnt from, which are the authors' test images,"
+    age = f"the first quarter of the classes trails the last by {lost:.1f} points"
+    if lost <= 0:
+        age = f"the first quarter of the classes leads the last by {abs(lost):.1f} points"
+    return f"- **{first['method']}** ({LEARNS[metrics['update']]}): {found} after {metrics['n_classes'][-1]} classes; {age}."
 
 
 def read_continual(
@@ -594,19 +586,15 @@ def read_continual(
     groups = {}
     for r in records:
         groups.setdefault((r["method"], r["metrics"]["update"]), []).append(r)
-    text = [_one_method(g) for g in groups.values()]
-    end = {k: np.mean([_at_end(r) for r in g]) for k, g in groups.items()}
-    for (method, update), a in end.items():
-        plain = end.get((method.partition("+")[0], "head"))
-        if "+" in method and plain is not None:
-            text.append(f"- {method} ({update}) minus {method.partition('+')[0]}: **{a - plain:+.1f}** points.")
+    lines = [_method_sentence(group) for group in groups.values()]
+    end = {key: _mean_at_end(group) for key, group in groups.items()}
+    for (method, update), accuracy in end.items():
+        family, plus, _ = method.partition("+")
+        plain = end.get((family, "head"))
+        if plus and plain is not None:
+            lines.append(f"- {method} ({update}) minus {family}: **{accuracy - plain:+.1f}** points.")
     chance = 100 / records[0]["metrics"]["n_classes"][-1]
-    low = [f"{m} ({u})" for (m, u), a in end.items() if a < 2 * chance]
-    return "\n".join(
-        text
-        + (
-            [f"- At chance level ({chance:.1f} %): {', '.join(low)}. Look at the learning curves before believing it."]
-            if low
-            else []
-        )
-    )
+    low = [f"{method} ({update})" for (method, update), accuracy in end.items() if accuracy < 2 * chance]
+    if low:
+        lines.append(f"- At chance level ({chance:.1f} %): {', '.join(low)}. Check the learning curves first.")
+    return "\n".join(lines)
