@@ -232,7 +232,7 @@ def test_readme_says_what_a_newcomer_needs():
     assert "make demo" in first_screen and "make test" in first_screen
     for needed in (
         "pip install -c constraints.txt -e '.[dev]'",
-        "from aim_nb.aim import AIM",
+        "from aim_nb import AIM",
         "papermill nbs/20_fewshot.ipynb out.ipynb -p dataset cifar-fs",
         "aim-nb run",
         "](figures/AIM.",
