@@ -20,17 +20,18 @@ def check_rows(
     class_rows,  # one array of row numbers a class, or a (C, n) array
     need=1,  # images that each class must have
     n_classes=1,  # classes that there must be
+    names=None,  # of the classes, for the error
 ):
     "Refuse a request that some class cannot serve, and say which."
     if len(class_rows) < n_classes:
         raise AimError(f"{n_classes} classes are needed, but there are only {len(class_rows)}; ask for fewer.")
-    sizes = class_rows.shape[1:] if isinstance(class_rows, np.ndarray) else list(map(len, class_rows))
-    if min(sizes, default=need) >= need:
-        return
-    c = int(np.argmin(sizes))
-    raise AimError(
-        f"class {c} has {sizes[c]} images, but {need} are needed; ask for fewer images a class or leave that class out."
-    )
+    sizes = [len(rows) for rows in class_rows]
+    if min(sizes, default=need) < need:
+        c = sizes.index(min(sizes))
+        raise AimError(
+            f"class {names[c] if names else c} has {sizes[c]} images, but {need} are needed; "
+            "ask for fewer images a class or leave that class out."
+        )
 
 # %% ../../nbs/07_tasks.ipynb #d5fc165f
 class Episode(NamedTuple):
