@@ -403,7 +403,7 @@ def test_missing_data_is_said_without_waiting_for_torch(flags, tmp_path):
         (("dataset", "folder:/no/such/folder"), "/no/such/folder has no folder 'train'"),
         (("device", "cuda:77"), "device='cuda:77' is not available here"),
         (("device", "gpu"), "choose one of auto, cpu, cuda, cuda:1, mps"),
-        (("shots", "6"), "the train split of glyphs: class 0 "),
+        (("shots", "6"), "the train split of glyphs: class "),
         (("dataset", "omiglot"), "did you mean omniglot?"),
         (("shot", "1"), "did you mean shots?"),
         (("data_root", "~nosuchuser"), "~nosuchuser is not a user of this machine"),

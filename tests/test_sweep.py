@@ -414,7 +414,7 @@ def test_too_few_images_are_said_before_anything_starts(here, monkeypatch):
         ("run", "20_fewshot", "-p", "dataset", few, "-p", "shots", 1),
     ):
         text = one_line(call(*line))
-        assert "the test split of" in text and "(test-c) has 15 images, but 16 are needed" in text
+        assert "the test split of" in text and "class test-c has 15 images, but 16 are needed" in text
     assert not (here / "runs").exists() and not (here / "data").exists()
 
 

@@ -9,7 +9,16 @@ from base64 import b64decode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from ..config import CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, PRESETS, SWITCHES, budget, parse_switches
-from ..core import AimError, atomic_write, check_choice, check_device, did_you_mean, find_clone, read_seeds, require
+from aim_nb.core import (
+    AimError,
+    atomic_write,
+    check_choice,
+    check_device,
+    did_you_mean,
+    find_clone,
+    read_seeds,
+    require,
+)
 from ..core import words
 
 # %% auto #0

@@ -12,7 +12,16 @@ from typing import NamedTuple
 from ..aim import check_choices, check_sizes
 from ..backbones import check_precision
 from ..config import CONTINUAL_METHODS, SWITCHES, Budget, Protocol, budget, parse_switches, preset, preset_size
-from ..core import AimError, check_choice, content_key, did_you_mean, numbers, pick_device, project_root, read_seeds
+from aim_nb.core import (
+    AimError,
+    check_choice,
+    content_key,
+    did_you_mean,
+    numbers,
+    pick_device,
+    project_root,
+    read_seeds,
+)
 from ..core import words
 from ..data.banks import bank_dir, open_bank
 from ..data.files import PARTS
@@ -64,7 +73,9 @@ class Run(NamedTuple):
         if self.task == "continual":
             metatest = _pick(s, train_continual.METATEST)
             return train_continual.continual_budget(s["budget"], s["dataset"], s["steps"], **metatest)
-        return s["budget"] if isinstance(s["budget"], Budget) else budget(s["budget"], "fewshot", s["dataset"], s["steps"])
+        return (
+            s["budget"] if isinstance(s["budget"], Budget) else budget(s["budget"], "fewshot", s["dataset"], s["steps"])
+        )
 
     @property
     def protocol(self) -> Protocol:
@@ -302,8 +313,6 @@ def read_value(name, value, default) -> list:
         if type(v) is not kind and (kind, type(v)) != (float, int):
             raise AimError(f"{name} = {v!r} should be {WANTED[kind]}, such as {default!r}.")
     return values
-
-
 
 # %% ../../nbs/69_plans.ipynb #359efc42
 def expand(
