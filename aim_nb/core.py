@@ -4,16 +4,15 @@
 
 # %% ../nbs/00_core.ipynb #9e9a1608
 from __future__ import annotations
-import contextlib, ctypes, difflib, functools, hashlib, json, os, re, shutil, subprocess, sys, tempfile
-from concurrent.futures import ThreadPoolExecutor
+import contextlib, ctypes, difflib, functools, hashlib, importlib, json, os, re, shutil, subprocess, sys, tempfile
 from importlib.resources import files
 from pathlib import Path
 
 # %% auto #0
 __all__ = ['LARGE_PAGES', 'AimError', 'did_you_mean', 'check_choice', 'words', 'numbers', 'read_seeds', 'find_clone',
-           'project_root', 'how_to_install', 'runs_dir', 'data_root', 'in_test', 'remove_if_abandoned', 'atomic_file',
-           'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env',
-           'use_threads', 'threads', 'share_out', 'keep_memory', 'check_device', 'pick_device', 'progress']
+           'project_root', 'require', 'runs_dir', 'data_root', 'in_test', 'remove_if_abandoned', 'atomic_file',
+           'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env', 'threads',
+           'keep_memory', 'check_device', 'pick_device', 'progress']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -76,12 +75,17 @@ def project_root() -> Path:
     return find_clone() or Path.cwd()
 
 
-def how_to_install(
+def require(
+    module,  # that an extra brings
     extra,  # notebooks | sweep
-) -> str:
-    "The command that adds an extra to the installation at hand: the clone, or the wheel."
-    clone = find_clone()
-    return f"pip install -e '{clone}[{extra}]'" if clone else f"pip install 'aim_nb[{extra}]'"
+):
+    "The module, or the command that adds the extra to the installation at hand: the clone, or the wheel."
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        clone = find_clone()
+        place = f"-e '{clone}[{extra}]'" if clone else f"'aim_nb[{extra}]'"
+        raise AimError(f"this needs {module}, which is not installed: pip install {place}.") from None
 
 
 def _user_path(text) -> Path:
@@ -237,46 +241,17 @@ def worker_env(
     }
 
 
-def use_threads(n=0) -> int:
-    "Set torch's threads (0 leaves them) and return how many there are."
-    import torch
-
-    if n:
-        torch.set_num_threads(n)
-    return torch.get_num_threads()
-
-
 @contextlib.contextmanager
 def threads(n):
     "Torch with `n` threads (0: as many as it has) inside the `with`."
     import torch
 
     before = torch.get_num_threads()
-    use_threads(n)
+    torch.set_num_threads(n or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@functools.cache
-def _crew(n, process):
-    import torch
-
-    # `process` is part of the cache's key, because a forked process has none of its parent's threads
-    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
-
-
-def share_out(
-    fn,
-    jobs,  # the arguments of each call, a list of tuples
-    n=1,  # cores
-) -> list:
-    "The results of `fn` for every job, in order; each job runs on one core."
-    if n < 2:
-        return [fn(*job) for job in jobs]
-    shares = list(_crew(n, os.getpid()).map(lambda k: [fn(*job) for job in jobs[k::n]], range(n)))
-    return [shares[i % n][i // n] for i in range(len(jobs))]
 
 # %% ../nbs/00_core.ipynb #10dc8679
 @functools.cache

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -65,6 +66,23 @@ def test_run_prints_summary_and_paths(toy, monkeypatch, aim_nb_cli):
     assert "steps 7 fresh 1" in done.stdout and "not in the summary" not in done.stdout
     (out,) = (toy / "runs/notebooks").glob("toy-*.ipynb")
     assert f"notebook  runs/notebooks/{out.name}" in done.stdout
+
+
+def test_what_a_killed_run_left_in_the_temporary_folder_goes_at_the_next_start(toy):
+    tmp = Path(tempfile.mkdtemp())  # a short path, since that of a socket is limited
+    env = {**os.environ, "AIM_RUNS": str(toy / "runs"), "TMPDIR": str(tmp)}
+    line = [Path(sys.executable).parent / "aim-nb", "run", "toy.ipynb", "-p"]
+    killed = subprocess.Popen([*line, "wait", "600"], cwd=toy, env=env, stderr=subprocess.PIPE, text=True)
+    while "tick" not in killed.stderr.readline():
+        assert killed.poll() is None
+    (left,) = [p for p in tmp.iterdir() if p.name.startswith("aim-nb-")]
+    killed.kill()
+    killed.communicate()
+    assert any(p.is_socket() for p in left.iterdir()) and (left / "kernel.json").exists()
+    assert not [p for p in tmp.iterdir() if p.suffix == ".json"]
+    subprocess.run([*line, "steps", "3"], cwd=toy, env=env, check=True, capture_output=True)
+    assert not [p for p in tmp.iterdir() if "aim-nb" in p.name]
+    shutil.rmtree(tmp)
 
 
 def test_two_runs_that_start_at_once(toy):
@@ -385,7 +403,7 @@ def test_missing_data_is_said_without_waiting_for_torch(flags, tmp_path):
         (("dataset", "folder:/no/such/folder"), "/no/such/folder has no folder 'train'"),
         (("device", "cuda:77"), "device='cuda:77' is not available here"),
         (("device", "gpu"), "choose one of auto, cpu, cuda, cuda:1, mps"),
-        (("shots", "6"), "the train split of glyphs: class 0 "),
+        (("shots", "6"), "the train split of glyphs: class "),
         (("dataset", "omiglot"), "did you mean omniglot?"),
         (("shot", "1"), "did you mean shots?"),
         (("data_root", "~nosuchuser"), "~nosuchuser is not a user of this machine"),
@@ -457,7 +475,8 @@ def test_a_wheel_says_how_to_get_notebooks_and_kept_records(tmp_path, monkeypatc
         monkeypatch.setattr(module, "find_clone", lambda: None)
     text = one_line(call("run", "20_fewshot"))
     assert "a wheel brings none" in text and "pip install -e '.[notebooks]'" in text
-    assert core.how_to_install("sweep") == "pip install 'aim_nb[sweep]'"
+    with pytest.raises(core.AimError, match=re.escape("pip install 'aim_nb[sweep]'.")):
+        core.require("no_such_module", "sweep")
     assert "results/ comes with a clone" in one_line(call("report"))
 
 

@@ -148,13 +148,13 @@ def test_a_sweep_foretells_the_record_of_run_continual(dataset, name, monkeypatc
     assert len(runs) == 4 * 2 * 3 * len(config.CONTINUAL_METHODS)
     for run in runs:
         run = plans.Run(**json.loads(json.dumps(plans.check_run(run)._asdict())))  # as a worker gets it
-        assert plans.run_identity(run, "of-the-images") == identity_of(run, monkeypatch), plans.run_name(run)
+        assert run.identity("of-the-images") == identity_of(run, monkeypatch), run.name()
 
 
 def test_a_run_says_what_differs_from_its_preset():
     asked = dict(dataset="omniglot", methods="oml+aim", seeds="0", preset="release", switches="gate=sigmoid")
     asked |= dict(metatest_update="fast,head", budget="paper", stop_if_dead=True, M=0)
-    names = [plans.run_name(run) for run in plans.continual_runs(asked)]
+    names = [run.name() for run in plans.continual_runs(asked)]
     start = "omniglot oml+aim seed 0 paper stop_if_dead=True preset=release gate=sigmoid"
     assert names == [start, f"{start} metatest_update=head"]
 
@@ -261,10 +261,10 @@ def test_every_plan_is_valid_and_says_what_it_costs(path, monkeypatch):
 def test_the_time_left_is_that_of_kept_records_less_what_is_done(here):
     plan = write(here, notebook="20_fewshot", dataset="glyphs", methods="sib", shots=1, budget="smoke", steps=12)
     (item,) = plans.survey(plans.expand(plan), build=True)
-    whole = plans.seconds_left(item)
+    whole = item.seconds_left()
     assert whole == plans.expected_seconds(item.run) > 0
-    assert plans.seconds_left(item._replace(step=6, state="partly")) == pytest.approx(whole / 2)
-    assert plans.seconds_left(item._replace(state="done")) == 0
+    assert item._replace(step=6, state="partly").seconds_left() == pytest.approx(whole / 2)
+    assert item._replace(state="done").seconds_left() == 0
     kept = [r for r in read_records(ROOT / "results") if (r["dataset"], r["method"]) == ("glyphs", "sib")]
     rates = [r["seconds"] / r["budget"]["steps"] for r in kept if r["task"] == "fewshot"]
     assert min(rates) <= whole / 12 <= max(rates)
@@ -272,7 +272,7 @@ def test_the_time_left_is_that_of_kept_records_less_what_is_done(here):
 
 def cell_of(run):
     "What decides in which cells of the paper's tables a run can stand."
-    q = plans.run_identity(run)
+    q = run.identity()
     p = q["parameters"]
     return dict(
         dataset=q["dataset"],
@@ -389,7 +389,7 @@ def test_failures_are_retried_reported_and_end_with_status_1(here, monkeypatch):
     monkeypatch.setenv("AIM_DATA", str(here / "data"))
     first, second = draw(here / "first", 16), draw(here / "second", 16)
     plan = write(here, notebook="20_fewshot", dataset=[first, second], methods="sib", shots=1, budget="smoke", steps=6)
-    damaged = pretrain.backbone_file(plans.backbone_identity(plans.expand(plan)[0]))
+    damaged = pretrain.backbone_file(plans.expand(plan)[0].backbone_identity())
     damaged.parent.mkdir(parents=True)
     damaged.write_text("no backbone")
     done = call("sweep", plan, "--workers", 1, "--retries", 1)
@@ -414,7 +414,7 @@ def test_too_few_images_are_said_before_anything_starts(here, monkeypatch):
         ("run", "20_fewshot", "-p", "dataset", few, "-p", "shots", 1),
     ):
         text = one_line(call(*line))
-        assert "the test split of" in text and "(test-c) has 15 images, but 16 are needed" in text
+        assert "the test split of" in text and "class test-c has 15 images, but 16 are needed" in text
     assert not (here / "runs").exists() and not (here / "data").exists()
 
 
@@ -477,7 +477,7 @@ def test_two_views_of_one_backbone_do_not_stand_in_each_others_way(here, monkeyp
         steps=2,
     )
     first, second = [j for j in sweep.missing_jobs(plans.survey(plans.expand(plan), build=True)) if j.is_features]
-    assert plans.backbone_identity(first.run) == plans.backbone_identity(second.run) and first.key != second.key
+    assert first.run.backbone_identity() == second.run.backbone_identity() and first.key != second.key
     assert (first.needs, second.needs) == ((), (first.key,)), "the second finds it trained"
     done = call("sweep", plan, "--workers", 2, "--retries", 0)
     assert done.exit_code == 0, done.output

@@ -4,27 +4,26 @@
 
 # %% ../../nbs/69_notebook_runs.ipynb #7b84a8f1
 from __future__ import annotations
-import ast, contextlib, io, json, os, re, signal, sys, tempfile, tokenize
+import ast, contextlib, fcntl, io, json, os, re, shutil, signal, sys, tempfile, tokenize
+from base64 import b64decode
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from ..config import CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, PRESETS, SWITCHES, budget, parse_switches
 from aim_nb.core import (
     AimError,
+    atomic_write,
     check_choice,
     check_device,
-    content_key,
     did_you_mean,
     find_clone,
-    how_to_install,
     read_seeds,
-    runs_dir,
-    words,
+    require,
 )
+from ..core import words
 
 # %% auto #0
-__all__ = ['WANTED', 'find_notebook', 'parameters_of', 'convert', 'read_parameters', 'task_of', 'check_values', 'check_data',
-           'spell', 'shorten', 'plural', 'output_path', 'need_papermill', 'NotebookRun', 'NotebookFailure',
-           'run_notebook', 'summary', 'save_picture']
+__all__ = ['WANTED', 'find_notebook', 'parameters_of', 'read_parameters', 'task_of', 'check_values', 'check_data', 'spell',
+           'shorten', 'plural', 'NotebookFailure', 'run_notebook', 'summary', 'save_picture']
 
 # %% ../../nbs/69_notebook_runs.ipynb #b5f74735
 def find_notebook(
@@ -37,8 +36,8 @@ def find_notebook(
     clone = find_clone()
     if clone is None:
         raise AimError(
-            f"there is no notebook {name[:80]!r}; a wheel brings none, so give a path, or clone {_repository()} and "
-            "install it with: pip install -e '.[notebooks]'."
+            f"there is no notebook {name[:80]!r}; a wheel brings none, so give a path, or clone the repository "
+            "(`pip show aim_nb` says where it is) and install it with: pip install -e '.[notebooks]'."
         )
     stems = {path.stem: path for path in sorted((clone / "nbs").glob("*.ipynb"))}
     by_name = stems | {stem.partition("_")[2]: path for stem, path in stems.items()}
@@ -49,16 +48,6 @@ def find_notebook(
     raise AimError(
         f"there is no notebook {name[:80]!r}{did_you_mean(wanted[:80], by_name)}; experiments here are {experiments}."
     )
-
-
-def _repository() -> str:
-    "Where this package's repository is, by its metadata."
-    from importlib.metadata import PackageNotFoundError, metadata
-
-    try:
-        return metadata("aim_nb").get("Home-page") or "the repository of aim_nb"
-    except PackageNotFoundError:
-        return "the repository of aim_nb"
 
 # %% ../../nbs/69_notebook_runs.ipynb #e3894417
 def parameters_of(
@@ -92,21 +81,6 @@ def parameters_of(
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-def convert(
-    name,  # of the parameter
-    text,  # as typed
-    default,  # whose type is wanted
-):
-    "`text` as a value of the type of `default`."
-    kind = type(default)
-    try:
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return kind(text) if kind in (int, float) else text
-    except (KeyError, ValueError):
-        raise AimError(f"-p {name} {text}: {name} should be {WANTED[kind]}, such as {default}.") from None
-
-
 def read_parameters(
     known,  # of a notebook, as `parameters_of` gives them
     pairs,  # "name=value" texts
@@ -120,7 +94,15 @@ def read_parameters(
         if name not in known:
             listed = ", ".join(known) or "none"
             raise AimError(f"there is no parameter {name!r}; this notebook has {listed}{did_you_mean(name, known)}.")
-        values[name] = convert(name, text, known[name][0])
+        default = known[name][0]
+        kind = type(default)
+        try:
+            if kind is bool:
+                values[name] = {"true": True, "false": False}[text.lower()]
+            else:
+                values[name] = kind(text) if kind in (int, float) else text
+        except (KeyError, ValueError):
+            raise AimError(f"-p {name} {text}: {name} should be {WANTED[kind]}, such as {default}.") from None
     return values
 
 # %% ../../nbs/69_notebook_runs.ipynb #62634042
@@ -190,45 +172,66 @@ def plural(n, noun) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 # %% ../../nbs/69_notebook_runs.ipynb #76153ecb
-def output_path(
-    path,  # of the notebook
-    values,  # every parameter of the run
-) -> Path:
-    "Where the executed notebook goes."
-    return runs_dir() / "notebooks" / f"{path.stem[:80]}-{content_key([path.stem, values], 8)}.ipynb"
+_SCRATCH = "aim-nb-kernel-"
 
 
-def need_papermill():
-    "papermill, or what to install."
+@contextlib.contextmanager
+def locked(folder):
+    "Hold the lock of `folder`, an `OSError` where another process does."
+    fd = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        import papermill
-    except ImportError:
-        raise AimError(f"running notebooks needs papermill: {how_to_install('notebooks')}.") from None
-    return papermill
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def scratch_dir():
+    "A locked temporary folder, after those that killed processes left are removed."
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError), locked(left):  # in use, or another user's
+            shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=f".{_SCRATCH}"))
+    try:
+        with locked(folder):
+            folder = folder.rename(folder.with_name(folder.name[1:]))  # found by others from now on
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 # %% ../../nbs/69_notebook_runs.ipynb #d2c173ba
-class NotebookRun:
+class NotebookFailure(Exception):
+    "A cell that raised something else than an `AimError`: a line for the user."
+
+
+class _Execution:
     "One notebook, executed by papermill so that Ctrl-C reaches its kernel."
 
-    def __init__(self, path, out, values):
-        self.path = path
-        self.out = out
-        self.values = values
+    def __init__(self):
         self.kernels = []
         self.stopping = False
 
-    def manager_class(self, sockets):
-        "A kernel manager that is remembered here."
+    def execute(self, path, out, values):
         from jupyter_client.manager import AsyncKernelManager
 
-        class Remembered(AsyncKernelManager):
-            def __init__(manager, **kwargs):
-                if os.name == "posix":
-                    kwargs = dict(transport="ipc", ip=os.path.join(sockets, "kernel")) | kwargs
-                super().__init__(**kwargs)
-                self.kernels.append(manager)
+        with scratch_dir() as folder:
 
-        return Remembered
+            class Remembered(AsyncKernelManager):
+                def __init__(manager, **kwargs):
+                    connection = dict(transport="ipc", ip=f"{folder}/kernel", connection_file=f"{folder}/kernel.json")
+                    super().__init__(**connection | kwargs)
+                    self.kernels.append(manager)
+
+            return require("papermill", "notebooks").execute_notebook(
+                str(path),
+                str(out),
+                values,
+                progress_bar=False,
+                stderr_file=sys.stderr,
+                kernel_manager_class=Remembered,
+                on_cell_start=self.before_cell,
+            )
 
     def before_cell(self, **_):
         if self.stopping:
@@ -241,35 +244,19 @@ class NotebookRun:
             if pid := getattr(manager.provisioner, "pid", None):
                 os.kill(pid, signal_number)
 
-    def execute(self):
-        with tempfile.TemporaryDirectory(prefix="aim-nb-", ignore_cleanup_errors=True) as sockets:
-            return need_papermill().execute_notebook(
-                str(self.path),
-                str(self.out),
-                self.values,
-                progress_bar=False,
-                stderr_file=sys.stderr,
-                kernel_manager_class=self.manager_class(sockets),
-                on_cell_start=self.before_cell,
-            )
-
-    def result(self):
+    def result(self, *job):
         "The executed notebook."
         with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(self.execute)
+            running = pool.submit(self.execute, *job)
             try:
-                return job.result()
+                return running.result()
             except KeyboardInterrupt:
                 self.send(signal.SIGINT)
             try:
-                job.exception()
+                running.exception()
             except KeyboardInterrupt:
                 self.send(signal.SIGKILL)
         raise KeyboardInterrupt
-
-
-class NotebookFailure(Exception):
-    "A cell that raised something else than an `AimError`: a line for the user."
 
 
 def run_notebook(
@@ -277,13 +264,14 @@ def run_notebook(
     out,  # where it goes when executed
     values,  # parameters that differ from the defaults
 ):
-    "The notebook at `path`, executed; what fails in it is raised as `AimError` or `NotebookFailure`, and `out` is as far as it came."
-    need_papermill()
+    "The executed notebook; what fails in it is raised as `AimError` or `NotebookFailure`, and `out` holds what ran before."
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        return NotebookRun(path, out, values).result()
+        return _Execution().result(path, out, values)
+    except AimError:
+        raise
     except OSError as e:
-        raise AimError(f"{out} cannot be written ({e.strerror or e}); set AIM_RUNS to a place that can.") from e
+        raise AimError(f"{out} cannot be written ({e.strerror or e}); set $AIM_RUNS to a folder that can.") from e
     except Exception as e:
         if type(e).__name__ == "DeadKernelError":
             raise NotebookFailure(
@@ -313,9 +301,6 @@ def save_picture(
     out,  # its path
 ) -> Path | None:
     "Write the notebook's last picture next to it."
-    from base64 import b64decode
-    from aim_nb.core import atomic_write
-
     pictures = [o.data["image/png"] for c in nb.cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
     if not pictures:
         return None

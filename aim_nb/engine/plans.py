@@ -21,51 +21,129 @@ from aim_nb.core import (
     pick_device,
     project_root,
     read_seeds,
-    words,
 )
+from ..core import words
 from ..data.banks import bank_dir, open_bank
 from ..data.files import PARTS
 from ..data.sources import folder_pictures
 from ..data.tasks import check_rows
 from . import train_continual, train_fewshot
 from .checkpoints import Checkpoints
-from aim_nb.engine.notebook_runs import (
-    WANTED,
-    check_values,
-    find_notebook,
-    parameters_of,
-    plural,
-    spell,
-    task_of,
-)
+from .notebook_runs import WANTED, check_values, find_notebook, parameters_of, plural, spell, task_of
 from .pretrain import find_backbone, pretrain_identity
 from .records import field, kept_dir, read_records, record_key, records_dir
 
 # %% auto #0
-__all__ = ['EXPAND', 'FUNCTIONS', 'LISTS', 'Run', 'fewshot_runs', 'ablation_runs', 'continual_runs', 'activation_runs', 'full',
-           'budget_of', 'protocol_of', 'mechanisms', 'run_identity', 'run_name', 'check_run', 'has_bank',
-           'check_images', 'bank_of', 'runs_of', 'read_plan', 'read_value', 'parameter_sets', 'expand', 'Item',
-           'steps_in', 'training_folder', 'survey', 'expected_seconds', 'seconds_left', 'backbone_identity',
-           'needs_backbone', 'time_left', 'overview', 'where_from']
+__all__ = ['FUNCTIONS', 'LISTS', 'Run', 'runs_of', 'check_inputs', 'expand', 'Item', 'survey', 'time_left', 'overview',
+           'where_from']
 
 # %% ../../nbs/69_plans.ipynb #ae131515
-class Run(NamedTuple):
-    "One record to be made."
-
-    task: str  # fewshot | continual
-    settings: dict  # arguments of `run_fewshot` or `run_continual`; protocol: the switches that the notebook sets
+FUNCTIONS = {"fewshot": train_fewshot.run_fewshot, "continual": train_continual.run_continual}
 
 
-_COMMON = ("dataset", "backbone", "budget", "steps", "M", "K", "l", "stop_if_dead", "device", "data_root")
-_COMMON += train_continual.METATEST
+@functools.cache
+def _defaults(task):
+    parameters = inspect.signature(FUNCTIONS[task]).parameters
+    return {name: p.default for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
 
 
 def _pick(values, names):
     return {name: values[name] for name in names if name in values}
 
 
+@functools.cache
+def _bank(dataset, root, n_classes):
+    return open_bank(dataset, root).first(n_classes)
+
+
+class Run(NamedTuple):
+    "One record to be made."
+
+    task: str  # fewshot | continual
+    settings: dict  # arguments of `run_fewshot` or `run_continual`; protocol: the switches that the notebook sets
+
+    @property
+    def arguments(self) -> dict:
+        "All arguments, those left at their default included."
+        return _defaults(self.task) | self.settings
+
+    @property
+    def budget(self) -> Budget:
+        s = self.arguments
+        if self.task == "continual":
+            metatest = _pick(s, train_continual.METATEST)
+            return train_continual.continual_budget(s["budget"], s["dataset"], s["steps"], **metatest)
+        return (
+            s["budget"] if isinstance(s["budget"], Budget) else budget(s["budget"], "fewshot", s["dataset"], s["steps"])
+        )
+
+    @property
+    def protocol(self) -> Protocol:
+        s = self.arguments
+        if s["protocol"] is None:
+            return preset("ours", s["dataset"])
+        return s["protocol"] if isinstance(s["protocol"], Protocol) else Protocol(**s["protocol"])
+
+    @property
+    def M(self) -> int:
+        "AIM's number of mechanisms, which a continual run may leave to its preset."
+        s = self.arguments
+        if s["M"] or self.task == "fewshot":
+            return s["M"]
+        nearest, _ = train_continual.nearest_preset(s["dataset"], s["method"], self.protocol)
+        return preset_size(nearest, s["dataset"])
+
+    def identity(
+        self,
+        data_sha="",  # the hash of its bank
+    ) -> dict:
+        "The identity of the record that it writes."
+        s = self.arguments
+        common = s["dataset"], s["method"], s["seed"], self.budget, self.protocol, data_sha
+        if self.task == "continual":
+            others = dict(stop_if_dead=True) if s["stop_if_dead"] else {}
+            return train_continual.continual_identity(*common, self.M, s["K"], s["l"], **others)
+        others = _pick(s, ("n_shot", "n_way", "n_query", "backbone_seed", "d_out")) | dict(views=self.budget.views)
+        return train_fewshot.fewshot_identity(*common, s["backbone"], s["M"], s["K"], s["l"], **others)
+
+    def name(self) -> str:
+        "The run as a person would say it: what is usual is left out."
+        s, usual = self.arguments, _defaults(self.task)
+        setting = s["method"]
+        changed = {k: s[k] for k in ("steps", *train_continual.METATEST, "stop_if_dead") if s.get(k)}
+        changed |= {k: s[k] for k in ("M", "K", "l") if "+" in s["method"] and s[k] != usual[k]}
+        if self.task == "fewshot":
+            setting = f"{s['backbone']} {s['method']} {s['n_shot']}-shot"
+            changed |= train_fewshot.relevant(s["method"], self.protocol).changed()
+        else:
+            nearest, switches = train_continual.nearest_preset(s["dataset"], s["method"], self.protocol)
+            changed |= ({} if nearest == "ours" else dict(preset=nearest)) | switches
+        told = " ".join(f"{k}={v}" for k, v in changed.items())
+        return f"{s['dataset']} {setting} seed {s['seed']} {s['budget']} {told}".rstrip()
+
+    def has_bank(self) -> bool:
+        return (bank_dir(self.arguments["dataset"], self.arguments["data_root"]) / "bank.json").exists()
+
+    def bank(self):
+        "Its images; few-shot budgets may take the first classes only."
+        n_classes = self.budget.classes if self.task == "fewshot" else 0
+        return _bank(self.arguments["dataset"], self.arguments["data_root"], n_classes)
+
+    def backbone_identity(self) -> dict:
+        "The identity of the backbone under a few-shot run."
+        return pretrain_identity(self.bank(), self.arguments["backbone"], self.budget, self.arguments["backbone_seed"])
+
+    def features_key(self) -> str:
+        "What decides the features under a few-shot run."
+        return "features-" + content_key([self.backbone_identity(), self.budget.views])
+
+# %% ../../nbs/69_plans.ipynb #51a18e5a
+_COMMON = ("dataset", "backbone", "budget", "steps", "M", "K", "l", "stop_if_dead", "device", "data_root")
+_COMMON += train_continual.METATEST
+
+
 def _seeds(parameters):
-    return read_seeds(parameters["seeds"]) if "seeds" in parameters else [parameters["seed"]]
+    return read_seeds(parameters["seeds"] if "seeds" in parameters else parameters["seed"])
 
 
 def fewshot_runs(parameters) -> list:
@@ -101,11 +179,10 @@ def ablation_runs(parameters) -> list:
 
 def continual_runs(parameters) -> list:
     "Those of `30_continual`: every method with every meta-test, by the preset and the switches that differ from it."
-    common, switches = _pick(parameters, _COMMON), parse_switches(parameters["switches"])
-    updates = [{}]
+    common, changes = _pick(parameters, _COMMON), [parse_switches(parameters["switches"])]
     if "metatest_update" in parameters:
-        updates = [dict(metatest_update=update) for update in words(parameters["metatest_update"])]
-    protocols = [preset(parameters["preset"], parameters["dataset"], **switches | u).asdict() for u in updates]
+        changes = [changes[0] | dict(metatest_update=update) for update in words(parameters["metatest_update"])]
+    protocols = [preset(parameters["preset"], parameters["dataset"], **switches).asdict() for switches in changes]
     return [
         Run("continual", common | dict(method=method, seed=seed, protocol=protocol))
         for seed in _seeds(parameters)
@@ -129,79 +206,11 @@ EXPAND = {
     "31_continual_activation": activation_runs,
 }
 
-# %% ../../nbs/69_plans.ipynb #9fa09e16
-FUNCTIONS = {"fewshot": train_fewshot.run_fewshot, "continual": train_continual.run_continual}
-
-
-@functools.cache
-def _defaults(task):
-    parameters = inspect.signature(FUNCTIONS[task]).parameters
-    return {name: p.default for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
-
-
-def full(run) -> dict:
-    "All arguments of a run, those left at their default included."
-    return _defaults(run.task) | run.settings
-
-
-def budget_of(run) -> Budget:
-    s = full(run)
-    if run.task == "continual":
-        return train_continual.continual_budget(
-            s["budget"], s["dataset"], s["steps"], **_pick(s, train_continual.METATEST)
-        )
-    return s["budget"] if isinstance(s["budget"], Budget) else budget(s["budget"], run.task, s["dataset"], s["steps"])
-
-
-def protocol_of(run) -> Protocol:
-    s = full(run)
-    if s["protocol"] is None:
-        return preset("ours", s["dataset"])
-    return s["protocol"] if isinstance(s["protocol"], Protocol) else Protocol(**s["protocol"])
-
-
-def mechanisms(run) -> int:
-    "AIM's number of mechanisms M, which a continual run may leave to its preset."
-    s = full(run)
-    if s["M"] or run.task == "fewshot":
-        return s["M"]
-    nearest, _ = train_continual.nearest_preset(s["dataset"], s["method"], protocol_of(run))
-    return preset_size(nearest, s["dataset"])
-
-
-def run_identity(
-    run,
-    data_sha="",  # the hash of its bank
-) -> dict:
-    "The identity of the record that a run writes."
-    s, budget = full(run), budget_of(run)
-    common = s["dataset"], s["method"], s["seed"], budget, protocol_of(run), data_sha
-    if run.task == "continual":
-        others = dict(stop_if_dead=True) if s["stop_if_dead"] else {}
-        return train_continual.continual_identity(*common, mechanisms(run), s["K"], s["l"], **others)
-    others = _pick(s, ("n_shot", "n_way", "n_query", "backbone_seed", "d_out"))
-    return train_fewshot.fewshot_identity(*common, s["backbone"], s["M"], s["K"], s["l"], **others, views=budget.views)
-
-
-def run_name(run) -> str:
-    "A run as a person would say it."
-    s, usual = full(run), _defaults(run.task)
-    moved = {k: s[k] for k in ("steps", *train_continual.METATEST, "stop_if_dead") if s.get(k)}
-    moved |= {k: s[k] for k in ("M", "K", "l") if "+" in s["method"] and s[k] != usual[k]}
-    if run.task == "fewshot":
-        setting = f"{s['backbone']} {s['method']} {s['n_shot']}-shot"
-        moved |= Protocol(**run_identity(run)["protocol"]).changed()
-    else:
-        setting = s["method"]
-        nearest, changed = train_continual.nearest_preset(s["dataset"], s["method"], protocol_of(run))
-        moved |= ({} if nearest == "ours" else dict(preset=nearest)) | changed
-    return " ".join([s["dataset"], setting, f"seed {s['seed']} {s['budget']}", *(f"{k}={v}" for k, v in moved.items())])
-
 # %% ../../nbs/69_plans.ipynb #2a08b2fb
 def check_run(run):
     "Refuse settings that do not fit each other."
-    s, protocol, M = full(run), protocol_of(run), mechanisms(run)
-    check_sizes(steps=budget_of(run).steps, M=M, **_pick(s, ("n_shot",)))
+    s, protocol = run.arguments, run.protocol
+    check_sizes(steps=run.budget.steps, M=run.M, **_pick(s, ("n_shot",)))
     if run.task == "fewshot":
         check_choice("backbone", s["backbone"], ("conv4", "wrn-28-10"))
     elif s["device"] in ("auto", "cpu"):  # a GPU may be another machine's
@@ -212,49 +221,9 @@ def check_run(run):
     if layer and layer != "unit":  # a linear layer takes its size from AIM's
         l = 0 if protocol.decision == "soft" or protocol.mask != "attended" else s["l"]
         check_sizes(K=s["K"])
-        check_choices(
-            M, s["K"], l, protocol.gate, protocol.decision.removesuffix("-test"), protocol.select, protocol.mask
-        )
+        decision = protocol.decision.removesuffix("-test")
+        check_choices(run.M, s["K"], l, protocol.gate, decision, protocol.select, protocol.mask)
     return run
-
-
-def has_bank(run) -> bool:
-    s = full(run)
-    return (bank_dir(s["dataset"], s["data_root"]) / "bank.json").exists()
-
-
-def check_images(run):
-    "Refuse a dataset with too few classes or images for what a run draws, as far as that is known before it is built."
-    s = full(run)
-    if has_bank(run):
-        bank = bank_of(run)
-        rows = {part: bank.class_rows(part) for part in PARTS}
-        names = {part: [bank.class_names[c] for c in bank.classes(part)] for part in PARTS}
-    elif s["dataset"].startswith("folder:"):
-        files = folder_pictures(s["dataset"])[2]
-        rows = {part: [pictures for p, pictures in files.values() if p == part] for part in PARTS}
-        names = {part: [name for name, (p, _) in files.items() if p == part] for part in PARTS}
-    else:
-        return
-    for part in PARTS:
-        n_images, n_classes = 2, 2
-        if run.task == "fewshot":
-            n_images, n_classes = s["n_shot"] + s["n_query"], s["n_way"]
-        try:
-            check_rows(rows[part], n_images, n_classes, names[part])
-        except AimError as e:
-            raise AimError(f"the {part} split of {s['dataset']}: {e}") from None
-
-
-@functools.cache
-def _bank(dataset, root, n_classes):
-    return open_bank(dataset, root).first(n_classes)
-
-
-def bank_of(run):
-    "Its images; few-shot budgets may take the first classes only."
-    s = full(run)
-    return _bank(s["dataset"], s["data_root"], budget_of(run).classes if run.task == "fewshot" else 0)
 
 # %% ../../nbs/69_plans.ipynb #6179756d
 def runs_of(
@@ -266,7 +235,7 @@ def runs_of(
         runs = EXPAND[stem](values)
     except KeyError as e:
         raise AimError(
-            f"this {stem} has no parameter {e}, as the project's notebook of that name has; give a notebook of your own another name."
+            f"this {stem} has no parameter {e}, unlike the project's notebook of that name; give a notebook of your own another name."
         ) from None
     if not runs:
         empty = [name for name in LISTS if name in values and not words(values[name])]
@@ -276,6 +245,33 @@ def runs_of(
 
 
 LISTS = ("shots", "methods", "seeds", "K_values", "l_values", "decisions", "metatest_update")  # comma-separated texts
+
+
+def check_inputs(
+    runs,
+    devices=True,  # of this machine; else another one's
+):
+    "Refuse a device that is not here, and a dataset with too few classes or images, as far as that is known before it is built."
+    for run in runs:
+        s = run.arguments
+        if devices:
+            pick_device(s["device"])
+        if run.has_bank():
+            bank = run.bank()
+            rows = {part: bank.class_rows(part) for part in PARTS}
+            names = {part: [bank.class_names[c] for c in bank.classes(part)] for part in PARTS}
+        elif s["dataset"].startswith("folder:"):
+            files = folder_pictures(s["dataset"])
+            rows = {part: [pictures for (p, _), pictures in files.items() if p == part] for part in PARTS}
+            names = {part: [name for p, name in files if p == part] for part in PARTS}
+        else:
+            continue
+        n_images, n_classes = (s["n_shot"] + s["n_query"], s["n_way"]) if run.task == "fewshot" else (2, 2)
+        for part in PARTS:
+            try:
+                check_rows(rows[part], n_images, n_classes, names[part])
+            except AimError as e:
+                raise AimError(f"the {part} split of {s['dataset']}: {e}") from None
 
 # %% ../../nbs/69_plans.ipynb #e2bce1bc
 def read_plan(
@@ -294,12 +290,11 @@ def read_plan(
     except (ValueError, RecursionError) as e:
         raise AimError(f"{path} is not TOML: {str(e)[:200]}.") from None
     parts = found.pop("part", [{}])
-    if not isinstance(parts, list) or not all(isinstance(p, dict) for p in parts):
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise AimError(f"{path}: a part starts with [[part]].")
     parts = [found | part for part in parts]
-    for part in parts:
-        if not isinstance(part.get("notebook"), str):
-            raise AimError(f'{path} should name its notebook, such as notebook = "20_fewshot".')
+    if not all(isinstance(part.get("notebook"), str) for part in parts):
+        raise AimError(f'{path} should name its notebook, such as notebook = "20_fewshot".')
     return parts
 
 
@@ -319,42 +314,50 @@ def read_value(name, value, default) -> list:
             raise AimError(f"{name} = {v!r} should be {WANTED[kind]}, such as {default!r}.")
     return values
 
-
-def parameter_sets(
-    part,  # of a plan
-    **overrides,  # values for parameters of every notebook that has them, such as device
-) -> list:  # of (notebook's stem, all of its parameters)
-    "Every combination that a part asks for, checked."
-    path = find_notebook(part["notebook"])
-    if path.stem not in EXPAND:
-        raise AimError(f"{path.stem} makes no records of runs; a sweep can make those of {', '.join(EXPAND)}.")
-    known = parameters_of(path)
-    given = {name: value for name, value in (part | overrides).items() if name != "notebook"}
-    for name in given:
-        if name not in known:
-            listed = ", ".join(known)
-            raise AimError(f"there is no parameter {name!r}; {path.stem} has {listed}{did_you_mean(name, known)}.")
-    lists = {name: read_value(name, given.get(name, default), default) for name, (default, _) in known.items()}
-    sets = [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
-    for values in sets:
-        check_values(values, task_of(path.stem))
-    return [(path.stem, values) for values in sets]
-
-
+# %% ../../nbs/69_plans.ipynb #359efc42
 def expand(
     plan,  # path or name
-    **overrides,  # such as device
+    **overrides,  # values for parameters of every notebook that has them, such as device
 ) -> list:  # of `Run`
-    "The runs of a plan, each identity once."
+    "The runs of a plan, checked, each identity once."
     found = {}
     for part in read_plan(plan):
-        for stem, values in parameter_sets(part, **overrides):
-            for run in runs_of(stem, values):
-                run.settings["notebook"] = stem
-                found.setdefault(content_key(run_identity(run)), run)
+        path = find_notebook(part.pop("notebook"))
+        if path.stem not in EXPAND:
+            raise AimError(f"{path.stem} makes no records of runs; a sweep can make those of {', '.join(EXPAND)}.")
+        known, given = parameters_of(path), part | overrides
+        for name in given:
+            if name not in known:
+                listed = ", ".join(known)
+                raise AimError(f"there is no parameter {name!r}; {path.stem} has {listed}{did_you_mean(name, known)}.")
+        lists = [read_value(name, given.get(name, default), default) for name, (default, _) in known.items()]
+        for combination in itertools.product(*lists):
+            values = dict(zip(known, combination))
+            check_values(values, task_of(path.stem))
+            for run in runs_of(path.stem, values):
+                run.settings["notebook"] = path.stem
+                found.setdefault(content_key(run.identity()), run)
     return list(found.values())
 
 # %% ../../nbs/69_plans.ipynb #dad09318
+@functools.cache
+def _timed_records():
+    return [r for r in read_records(kept_dir()) if r["task"] in FUNCTIONS and r["seconds"]]
+
+
+def expected_seconds(run) -> float | None:
+    "About how long a run takes on one core, given its backbone; None where no kept record is like it."
+    wanted = run.identity()
+    alike = _timed_records()
+    for name in ("task", "method", "backbone"):
+        alike = [r for r in alike if field(r, name) == field(wanted, name)]
+    for name in ("dataset", "width", "metatest_update", "K", "steps"):  # the most important first
+        alike = [r for r in alike if field(r, name) == field(wanted, name)] or alike
+    if not alike:
+        return None
+    return median(r["seconds"] / r["budget"]["steps"] for r in alike) * wanted["budget"]["steps"]
+
+# %% ../../nbs/69_plans.ipynb #505d9c8f
 class Item(NamedTuple):
     "A run and how far it is."
 
@@ -364,23 +367,18 @@ class Item(NamedTuple):
     step: int = 0
     folder: Path | None = None  # of its checkpoints
 
+    def seconds_left(self) -> float | None:
+        "What is left of its expected time."
+        if self.state == "done":
+            return 0.0
+        seconds = expected_seconds(self.run)
+        return None if seconds is None else seconds * (1 - self.step / self.run.budget.steps)
 
-def steps_in(
-    folder,  # of a training's checkpoints
-    steps,  # of the run
-) -> int:
-    "The steps of a run that are done: those of the newest state, or all where a longer training kept the weights of this step."
-    checkpoints = Checkpoints(folder, {})
-    newest = max((int(path.stem.rpartition("-")[2]) for path in checkpoints.files()), default=0)
-    if newest <= steps:
-        return newest
-    return steps if steps in checkpoints.weight_steps() else 0
-
-
-def training_folder(identity) -> Path:
-    "Where the training behind a record keeps checkpoints; runs that differ only at test share it."
-    module = {"fewshot": train_fewshot, "continual": train_continual}[identity["task"]]
-    return module.training_checkpoints(identity).dir
+    def needs_backbone(self) -> bool:
+        "Whether a backbone has to be pretrained first."
+        if self.state == "done" or self.run.task != "fewshot":
+            return False
+        return self.state == "no data" or find_backbone(self.run.backbone_identity())[0] is None
 
 
 def survey(
@@ -389,102 +387,65 @@ def survey(
 ) -> list:  # of `Item`
     "How far all of them are."
     done = {record["key"] for record in read_records(records_dir(), kept_dir())}
+    modules = {"fewshot": train_fewshot, "continual": train_continual}
     items = []
     for run in runs:
-        if not build and not has_bank(run):
-            items.append(Item(run, content_key(run_identity(run)), "no data"))
+        if not build and not run.has_bank():
+            items.append(Item(run, content_key(run.identity()), "no data"))
             continue
-        identity = run_identity(run, bank_of(run).sha)
-        key, folder = record_key(identity), training_folder(identity)
-        step = steps_in(folder, budget_of(run).steps)
+        identity = run.identity(run.bank().sha)
+        key, folder = record_key(identity), modules[run.task].training_checkpoints(identity).dir
+        step = steps_in(folder, run.budget.steps)
         items.append(Item(run, key, "done" if key in done else "partly" if step else "to do", step, folder))
     return items
 
-# %% ../../nbs/69_plans.ipynb #1077515d
-_ALIKE = ("dataset", "width", "metatest_update", "K", "steps")  # the most important first
+# %% ../../nbs/69_plans.ipynb #c1cbdae9
+def steps_in(
+    folder,  # of a training's checkpoints
+    steps,  # of the run
+) -> int:
+    "The steps of a run that are done: those of the newest state, or all where a longer training kept the weights of this step."
+    checkpoints = Checkpoints(folder, {})
+    newest = max(checkpoints.state_steps(), default=0)
+    if newest <= steps:
+        return newest
+    return steps if steps in checkpoints.weight_steps() else 0
 
-
-@functools.cache
-def _timed_records():
-    return [r for r in read_records(kept_dir()) if r["task"] in FUNCTIONS and r["seconds"]]
-
-
-def expected_seconds(run) -> float | None:
-    "About how long a run takes on one core, given its backbone; None where no kept record is like it."
-    asked = run_identity(run)
-    alike = _timed_records()
-    for name in ("task", "method", "backbone"):
-        alike = [r for r in alike if field(r, name) == field(asked, name)]
-    for name in _ALIKE:
-        alike = [r for r in alike if field(r, name) == field(asked, name)] or alike
-    if not alike:
-        return None
-    return median(r["seconds"] / r["budget"]["steps"] for r in alike) * asked["budget"]["steps"]
-
-
-def seconds_left(item) -> float | None:
-    "What of a run's expected time is left, by its state and its newest checkpoint."
-    if item.state == "done":
-        return 0.0
-    seconds = expected_seconds(item.run)
-    return None if seconds is None else seconds * (1 - item.step / budget_of(item.run).steps)
-
-
-def backbone_identity(run) -> dict:
-    "The identity of the backbone under a few-shot run."
-    s = full(run)
-    return pretrain_identity(bank_of(run), s["backbone"], budget_of(run), s["backbone_seed"])
-
-
-def needs_backbone(item) -> bool:
-    "Whether a backbone has to be pretrained first."
-    if item.state == "done" or item.run.task != "fewshot":
-        return False
-    return item.state == "no data" or find_backbone(backbone_identity(item.run))[0] is None
-
-
+# %% ../../nbs/69_plans.ipynb #6f7605e6
 def time_left(items, workers=1) -> list:
     "Lines on how long the rest takes; empty where all is done."
-    left = [seconds_left(item) for item in items if item.state != "done"]
+    left = [item.seconds_left() for item in items if item.state != "done"]
     known = sum(seconds for seconds in left if seconds is not None)
     lines = []
     if known:
         on_more = f", {spell(known / workers)} on {workers}" if workers > 1 else ""
         lines.append(f"about {spell(known)} on one core{on_more}, by the kept records of runs like these")
-    if n_unknown := sum(seconds is None for seconds in left):
+    if n_unknown := left.count(None):
         lines.append(f"no kept record says how long {plural(n_unknown, 'run')} of these would take")
-    if any(map(needs_backbone, items)):
+    if any(item.needs_backbone() for item in items):
         lines.append("before that a backbone is pretrained, which no record times")
     return lines
 
-# %% ../../nbs/69_plans.ipynb #7c5b6bb2
+
 def overview(
     items,  # of `survey`
     workers=1,
-) -> list:
-    "Lines on what would be run, what of it is recorded, and how long the rest takes."
+    each=True,  # a line a run as well
+) -> str:
+    "What would be run, what of it is recorded, and how long the rest takes."
     lines = []
-    for item in items:
-        steps = f" ({item.step:,} of {budget_of(item.run).steps:,} steps)" if item.state == "partly" else ""
-        lines.append(f" {item.state:8s}{run_name(item.run)}{steps}")
+    for item in items if each else []:
+        steps = f" ({item.step:,} of {item.run.budget.steps:,} steps)" if item.state == "partly" else ""
+        lines.append(f" {item.state:8s}{item.run.name()}{steps}")
     states = [item.state for item in items]
     counts = [f"{states.count(s)} {s}" for s in ("done", "partly", "to do", "no data") if s in states]
     lines.append(f"{plural(len(items), 'run')}: {', '.join(counts)}")
     lines += time_left(items, workers)
     missing = sorted({item.run.settings["dataset"] for item in items if item.state == "no data"})
-    return lines + [f"{dataset} is not here: aim-nb data prepare {dataset}" for dataset in missing]
+    lines += [f"{dataset} is not here: aim-nb data prepare {dataset}" for dataset in missing]
+    return "\n".join(lines)
 
 # %% ../../nbs/69_plans.ipynb #ddb3a9ed
-def _made(records) -> str:
-    "When and by which code records were made."
-    days = [datetime.fromisoformat(record["created"]) for record in records]
-    first, last = f"{min(days):%-d %B %Y}", f"{max(days):%-d %B %Y}"
-    commits = sorted({record["commit"] for record in records} - {""})
-    when = first if first == last else f"{first} to {last}"
-    by = f" by commit {commits[0]}" if len(commits) == 1 else f" by {len(commits)} commits" if commits else ""
-    return f"made on {when}{by}"
-
-
 def where_from(
     function,  # `run_fewshot` or `run_continual`
     settings,  # its arguments, a dict a run
@@ -501,7 +462,12 @@ def where_from(
     lines = []
     for place, records in (("results/", kept), ("$AIM_RUNS" if os.environ.get("AIM_RUNS") else "runs/", own)):
         if records:
-            lines.append(f"{len(records)} of {n} read from {place}, {_made(records.values())}")
+            days = sorted(datetime.fromisoformat(record["created"]) for record in records.values())
+            first, last = (f"{day:%-d %B %Y}" for day in (days[0], days[-1]))
+            when = first if first == last else f"{first} to {last}"
+            commits = {record["commit"] for record in records.values()} - {""}
+            by = f" by commit {min(commits)}" if len(commits) == 1 else f" by {len(commits)} commits" if commits else ""
+            lines.append(f"{len(records)} of {n} read from {place}, made on {when}{by}")
     if lines:
         lines[-1] += "; --fresh (AIM_FRESH=1) computes them here"
     if todo := [item for item in items.values() if item.state != "done"]:

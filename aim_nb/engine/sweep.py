@@ -7,34 +7,20 @@ from __future__ import annotations
 import contextlib, fcntl, json, os, socket, time, traceback
 from pathlib import Path
 from typing import NamedTuple
-from ..core import AimError, content_key, data_root, how_to_install, pick_device, runs_dir, use_threads, worker_env
+from ..core import AimError, content_key, data_root, pick_device, require, runs_dir, worker_env
 from ..config import Protocol
 from .notebook_runs import plural, shorten, spell
-from aim_nb.engine.plans import (
-    FUNCTIONS,
-    Run,
-    backbone_identity,
-    bank_of,
-    budget_of,
-    check_images,
-    expand,
-    full,
-    overview,
-    run_name,
-    seconds_left,
-    survey,
-)
+from .plans import FUNCTIONS, Run, check_inputs, expand, overview, survey
 from .pretrain import feature_bank, pretrained_backbone
 from .records import records_dir
 
 # %% auto #0
-__all__ = ['Job', 'features_key', 'feature_jobs', 'missing_jobs', 'sweep_file', 'only_one', 'make_features', 'make_record',
-           'wait_while_busy', 'in_few_words', 'execute_job', 'need_distributed', 'count_cores', 'local_cluster',
-           'user_cluster', 'Outcomes', 'outcome_of', 'run_jobs', 'sweep']
+__all__ = ['Job', 'missing_jobs', 'sweep_file', 'only_one', 'make_features', 'make_record', 'wait_while_busy', 'in_few_words',
+           'execute_job', 'count_cores', 'local_cluster', 'user_cluster', 'Outcomes', 'outcome_of', 'run_jobs', 'sweep']
 
 # %% ../../nbs/69_sweep.ipynb #110a38aa
 class Job(NamedTuple):
-    "What a worker is asked to do: a record, or the features that records need."
+    "A record to make, or the features that records need."
 
     key: str
     name: str
@@ -46,46 +32,32 @@ class Job(NamedTuple):
 
     def text(self) -> str:
         "All that a worker needs."
-        task, settings = self.run
-        return json.dumps(dict(key=self.key, task=task, settings=settings, is_features=self.is_features))
-
-
-def features_key(run) -> str:
-    "What decides the features under a few-shot run."
-    return "features-" + content_key([backbone_identity(run), budget_of(run).views])
-
-
-def feature_jobs(
-    ranked,  # (rank, item) of few-shot runs
-) -> dict:  # key -> Job
-    "A job for each set of features, each after the one before it on the same backbone."
-    jobs, last_on = {}, {}
-    for rank, item in ranked:
-        key, backbone = features_key(item.run), content_key(backbone_identity(item.run))
-        if key not in jobs:
-            s = full(item.run)
-            name = f"features of {s['dataset']} {s['backbone']} {s['budget']}"
-            needs = (last_on[backbone],) if backbone in last_on else ()
-            jobs[key] = Job(key, name, item.run, True, needs, rank)
-            last_on[backbone] = key
-    return jobs
+        return json.dumps(dict(key=self.key, run=self.run._asdict(), is_features=self.is_features))
 
 
 def missing_jobs(
     items,  # of `survey`
 ) -> list:  # of `Job`, each after those it needs
     "The jobs that make what is missing."
+    jobs = {}
+    last_features = {}  # backbone -> key of the last job for features of it
+    last_runs = {}  # folder of a training -> key of the last run that shares it
     missing = [(rank, item) for rank, item in enumerate(items) if item.state != "done"]
-    jobs = feature_jobs([(rank, item) for rank, item in missing if item.run.task == "fewshot"])
-    chains = {}  # by the training that its runs share
-    for rank, item in sorted(missing, key=lambda ranked: (budget_of(ranked[1].run).steps, ranked[0])):
-        needs = (features_key(item.run),) if item.run.task == "fewshot" else ()
-        if before := chains.get(item.folder):
-            needs += (before,)
-        jobs[item.key] = Job(
-            item.key, run_name(item.run), item.run, False, needs, rank, seconds=seconds_left(item) or 0.0
-        )
-        chains[item.folder] = item.key
+
+    for rank, item in missing:
+        if item.run.task == "fewshot" and (key := item.run.features_key()) not in jobs:
+            s, backbone = item.run.arguments, content_key(item.run.backbone_identity())
+            name = f"features of {s['dataset']} {s['backbone']} {s['budget']}"
+            needs = (last_features[backbone],) if backbone in last_features else ()
+            jobs[key] = Job(key, name, item.run, True, needs, rank)
+            last_features[backbone] = key
+
+    for rank, item in sorted(missing, key=lambda ranked: (ranked[1].run.budget.steps, ranked[0])):
+        needs = (item.run.features_key(),) if item.run.task == "fewshot" else ()
+        if item.folder in last_runs:
+            needs += (last_runs[item.folder],)
+        jobs[item.key] = Job(item.key, item.run.name(), item.run, False, needs, rank, item.seconds_left() or 0.0)
+        last_runs[item.folder] = item.key
     return list(jobs.values())
 
 # %% ../../nbs/69_sweep.ipynb #549f1de4
@@ -105,11 +77,11 @@ def only_one(key):
 
 def make_features(run):
     "Train the backbone or find it, and compute the features."
-    s, b, bank = full(run), budget_of(run), bank_of(run)
+    s, views, bank = run.arguments, run.budget.views, run.bank()
     device = str(pick_device(s["device"]))
-    with only_one("backbone-" + content_key(backbone_identity(run))):
-        net, _ = pretrained_backbone(bank, s["backbone"], b, seed=s["backbone_seed"], device=device)
-        feature_bank(net, bank, views=b.views, device=device)
+    with only_one("backbone-" + content_key(run.backbone_identity())):
+        net, _ = pretrained_backbone(bank, s["backbone"], run.budget, seed=s["backbone_seed"], device=device)
+        feature_bank(net, bank, views=views, device=device)
 
 
 def make_record(run):
@@ -140,16 +112,18 @@ def execute_job(
     retries=0,
 ) -> dict:  # seconds, and error, which is empty where all went well
     "Do a job, its output and its errors in the run's log."
+    import torch
+
     os.environ.update(places)
-    use_threads(1)
+    torch.set_num_threads(1)
     job, start = json.loads(text), time.monotonic()
-    run = Run(job["task"], job["settings"])
+    function = make_features if job["is_features"] else make_record
     with only_one(job["key"]), open(sweep_file(job["key"], "log"), "a", buffering=1) as log:
         for _ in range(retries + 1):
             with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
                 print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()} on {socket.gethostname()}")
                 try:
-                    wait_while_busy(make_features if job["is_features"] else make_record, run)
+                    wait_while_busy(function, Run(**job["run"]))
                     error = ""
                     break
                 except Exception as e:
@@ -158,15 +132,6 @@ def execute_job(
     return dict(seconds=time.monotonic() - start, error=error)
 
 # %% ../../nbs/69_sweep.ipynb #2b1007c4
-def need_distributed():
-    "dask.distributed, or what to install."
-    try:
-        import distributed
-    except ImportError:
-        raise AimError(f"a sweep needs dask.distributed: {how_to_install('sweep')}.") from None
-    return distributed
-
-
 def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -174,8 +139,8 @@ def count_cores() -> int:
 @contextlib.contextmanager
 def local_cluster(workers):
     "A client of processes on this machine."
-    distributed = need_distributed()
     from dask import config
+    from distributed import Client, LocalCluster
 
     env = worker_env(1)
     settings = {
@@ -186,8 +151,8 @@ def local_cluster(workers):
     options = dict(dashboard_address="127.0.0.1:0", memory_limit=0, silence_logs="ERROR")
     with (
         config.set(settings),
-        distributed.LocalCluster(n_workers=workers, threads_per_worker=1, env=env, **options) as cluster,
-        distributed.Client(cluster) as client,
+        LocalCluster(n_workers=workers, threads_per_worker=1, env=env, **options) as cluster,
+        Client(cluster) as client,
     ):
         yield client
 
@@ -195,8 +160,10 @@ def local_cluster(workers):
 @contextlib.contextmanager
 def user_cluster(address, timeout=15):
     "A client of the user's scheduler, once it has workers of one thread each."
+    from distributed import Client
+
     try:
-        client = need_distributed().Client(address, timeout=timeout)
+        client = Client(address, timeout=timeout)
     except (OSError, TimeoutError, ValueError):
         raise AimError(f"no scheduler answers at {address}; start one with: dask scheduler.") from None
     with client:
@@ -223,17 +190,14 @@ class Outcomes:
         self.failed = {}  # key -> why
         self.start = time.monotonic()
 
-    def is_open(self, key) -> bool:
-        return key not in self.done and key not in self.failed
+    def open_jobs(self) -> list:
+        "Jobs that are neither done nor failed, in the plan's order."
+        jobs = [job for job in self.jobs.values() if job.key not in self.done and job.key not in self.failed]
+        return sorted(jobs, key=lambda job: job.rank)
 
-    def ready(self, submitted, n) -> list:
-        "The next `n` jobs to submit, in the plan's order, of those that wait for nothing."
-        free = [
-            job
-            for job in self.jobs.values()
-            if job.key not in submitted and self.is_open(job.key) and self.done.keys() >= set(job.needs)
-        ]
-        return sorted(free, key=lambda job: job.rank)[: max(0, n)]
+    def ready(self, submitted) -> list:
+        "Jobs not yet submitted that wait for nothing."
+        return [job for job in self.open_jobs() if job.key not in submitted and self.done.keys() >= set(job.needs)]
 
     def add(self, job, seconds, error) -> list:
         "Take in what came of a job; lines to tell, also of those that cannot be made without it."
@@ -242,26 +206,24 @@ class Outcomes:
             return [f"made    {job.name} ({spell(seconds)})"]
         self.failed[job.key] = error
         lines = [f"failed  {job.name}: {error}"]
-        for other in self.jobs.values():
-            if job.key in other.needs and self.is_open(other.key):
+        for other in self.open_jobs():
+            if job.key in other.needs and other.key not in self.failed:
                 lines += self.add(other, 0.0, f"waits for {job.name}, which failed")
         return lines
 
-    def seconds_left(self) -> float:
-        expected = sum(self.jobs[key].seconds for key in self.done)
-        took = sum(seconds for key, seconds in self.done.items() if self.jobs[key].seconds)
-        rest = sum(job.seconds for job in self.jobs.values() if self.is_open(job.key))
-        return rest * (took / expected if expected else 1.0) / self.workers
-
     def line(self) -> str:
-        "How far the sweep is."
+        "How far the sweep is, and how long the rest takes."
         runs = [job.key for job in self.jobs.values() if not job.is_features]
         n_done = sum(key in self.done for key in runs)
         n_failed = sum(key in self.failed for key in runs)
         text = f"{n_done} of {plural(len(runs), 'run')} made" + (f", {n_failed} failed" if n_failed else "")
         if n_done + n_failed == len(runs):
             return f"{text} in {spell(time.monotonic() - self.start)}"
-        return f"{text}, about {spell(left)} left" if (left := self.seconds_left()) else text
+        expected = sum(self.jobs[key].seconds for key in self.done)
+        took = sum(seconds for key, seconds in self.done.items() if self.jobs[key].seconds)
+        rest = sum(job.seconds for job in self.open_jobs()) / self.workers
+        left = rest * took / expected if expected else rest
+        return f"{text}, about {spell(left)} left" if left else text
 
 # %% ../../nbs/69_sweep.ipynb #1d3e08ff
 def outcome_of(
@@ -289,20 +251,20 @@ def run_jobs(client, jobs, retries, tell, every) -> Outcomes:
 
     outcomes, futures = Outcomes(jobs, max(1, len(client.nthreads()))), {}
     places = dict(AIM_RUNS=str(runs_dir()), AIM_DATA=str(data_root()), AIM_LIVE="0", AIM_FRESH="0")
-    while any(map(outcomes.is_open, outcomes.jobs)):
-        busy = [key for key in futures if outcomes.is_open(key)]
-        for job in outcomes.ready(futures, max(1, len(client.nthreads())) - len(busy)):
+    while pending := outcomes.open_jobs():
+        busy = [job for job in pending if job.key in futures]
+        n_free = max(1, len(client.nthreads())) - len(busy)
+        for job in outcomes.ready(futures)[: max(0, n_free)]:
             futures[job.key] = client.submit(execute_job, job.text(), places, retries, key=f"aim-{job.key}")
-            busy.append(job.key)
+            busy.append(job)
         try:
-            wait([futures[key] for key in busy], timeout=every, return_when="FIRST_COMPLETED")
+            wait([futures[job.key] for job in busy], timeout=every, return_when="FIRST_COMPLETED")
         except TimeoutError:
             tell(outcomes.line())
             continue
-        for key in busy:
-            if futures[key].status != "pending":
-                job = outcomes.jobs[key]
-                for line in outcomes.add(job, *outcome_of(job, futures[key])):
+        for job in busy:
+            if futures[job.key].status != "pending":
+                for line in outcomes.add(job, *outcome_of(job, futures[job.key])):
                     tell(line)
                 if not job.is_features:
                     tell(outcomes.line())
@@ -320,18 +282,15 @@ def sweep(
 ) -> dict:  # key -> why, of the runs that failed
     "Make every run of a plan that is not recorded yet."
     runs = expand(plan, **overrides)
-    need_distributed()
-    for run in runs:
-        check_images(run)
-        if not scheduler:
-            pick_device(full(run)["device"])
+    require("distributed", "sweep")
+    check_inputs(runs, devices=not scheduler)
     items = survey(runs, build=True)
     jobs = missing_jobs(items)
     if not jobs:
-        tell(f"all {plural(len(items), 'run')} are recorded already")
+        tell(f"nothing left to run: {plural(len(items), 'run')} recorded already")
         return {}
     n = min(workers or count_cores(), sum(item.state != "done" for item in items))
-    tell("\n".join(overview(items, n)[len(items) :]))
+    tell(overview(items, n, each=False))
     with user_cluster(scheduler) if scheduler else local_cluster(n) as client:
         outcomes = run_jobs(client, jobs, retries, tell, every)
     for key, why in outcomes.failed.items():
