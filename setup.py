@@ -14,7 +14,7 @@ def words(key):
     return cfg.get(key, "").split()
 
 
-notebooks, sweep, dev = (words(f"{part}_requirements") for part in ("notebooks", "sweep", "dev"))
+notebooks, sweep, sklearn, dev = (words(f"{part}_requirements") for part in ("notebooks", "sweep", "sklearn", "dev"))
 setup(
     name=cfg["lib_name"],
     version=cfg["version"],
@@ -30,7 +30,12 @@ setup(
     include_package_data=True,
     package_data={"aim_nb": ["paper_data/*", "weights/*", "data/*.json"]},
     install_requires=words("requirements"),
-    extras_require={"notebooks": notebooks, "sweep": sweep, "dev": [*notebooks, *sweep, *dev]},
+    extras_require={
+        "notebooks": notebooks,
+        "sweep": sweep,
+        "sklearn": sklearn,
+        "dev": [*notebooks, *sweep, *sklearn, *dev],
+    },
     python_requires=">=" + cfg["min_python"],
     entry_points={
         "console_scripts": words("console_scripts"),

@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import hashlib
 import io
 import json
 import multiprocessing
@@ -30,7 +31,6 @@ from PIL import Image
 
 from aim_nb.data import sources as sources
 
-from aim_nb.data import banks
 from aim_nb.data.files import PARTS, load_bank, write_bank
 from aim_nb.data.sources import find_source, read_pickle
 from aim_nb.data.banks import bank_dir, check_bank, list_banks, open_bank, prepare_bank
@@ -128,12 +128,21 @@ def python2(obj):
     return f.getvalue().replace(b"cnumpy._core.multiarray", b"cnumpy.core.multiarray")
 
 
+MINI_FILES = {
+    "cache pickles": [f"mini-imagenet/mini-imagenet-cache-{part}.pkl" for part in PARTS],
+    "category-split pickles": [
+        f"mini-imagenet/miniImageNet_category_split_{part}.pickle" for part in ("train_phase_train", "val", "test")
+    ],
+    "images and csv files": [f"mini-imagenet/{part}.csv" for part in PARTS],
+}
+
+
 def mini_toy(root, form, monkeypatch, each=10, side=6):
     "A toy mini-ImageNet in one of its three forms; pixels tell the class and the image."
     monkeypatch.setitem(sources.EXPECT, "mini-imagenet", dict(each=each, side=side))
     names = sorted(sum(class_split("mini-imagenet").values(), []))
     (root / "mini-imagenet").mkdir(parents=True, exist_ok=True)
-    for part, file in zip(PARTS, [f for f in sources.FORMS["mini-imagenet"][form] if not f.endswith("/images")]):
+    for part, file in zip(PARTS, MINI_FILES[form]):
         mine = class_split("mini-imagenet")[part]
         y = np.repeat([names.index(c) for c in mine], each)
         x = np.zeros((len(y), side, side, 3), np.uint8)
@@ -153,6 +162,9 @@ def mini_toy(root, form, monkeypatch, each=10, side=6):
             data = "\n".join(["filename,label", *(",".join(r) for r in rows)]).encode()
         (root / file).write_bytes(data)
     return root
+
+
+FLOATS = b"Pf 4 4 -1\n" + np.ones(16, "<f4").tobytes()
 
 
 @pytest.fixture
@@ -188,12 +200,9 @@ def refused(root, *what, call=None, name="omniglot"):
 def test_omniglot_zips_and_folders_agree(omniglot):
     with pytest.warns(UserWarning, match="not the official one"):
         a = open_bank("omniglot", omniglot)
-    assert (
-        a.shape == (28, 28, 1)
-        and len(a.labels) == 32
-        and a.class_names[:2] == ["Alphabet0/character01", "Alphabet1/character02"]
-    )
-    assert a.splits == dict(train=[0, 1, 2], val=[3, 4], test=[5, 6, 7]) and a.alphabets[-1] == "Alphabet7"
+    assert a.shape == (28, 28, 1) and len(a.labels) == 32
+    assert a.class_names[:2] == ["Alphabet0/character01", "Alphabet1/character02"]
+    assert a.splits == dict(train=[0, 1, 2], val=[3, 4], test=[5, 6, 7]) and a.class_names[-1].startswith("Alphabet7/")
     assert a.images.max() == 255 and a.images.min() == 0 and a.images[0].mean() > 200  # ink on paper
     page = np.full((105, 105), 255, np.uint8)
     page[16:22, 1:61] = 0  # class 2, drawing 1
@@ -208,11 +217,9 @@ def test_omniglot_zips_and_folders_agree(omniglot):
 
 
 def test_official_checksum_is_recognised(omniglot, monkeypatch):
-    zips = {
-        f"omniglot-py/{k}.zip": (None, sources._md5(omniglot / f"omniglot-py/{k}.zip"))
-        for k in ("images_background", "images_evaluation")
-    }
-    monkeypatch.setattr(sources, "official", lambda name: zips)
+    zips = (omniglot / "omniglot-py").glob("*.zip")
+    known = {f"omniglot-py/{z.name}": (None, hashlib.md5(z.read_bytes()).hexdigest()) for z in zips}
+    monkeypatch.setattr(sources, "_official", lambda name: known)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bank = open_bank("omniglot", omniglot)
@@ -261,7 +268,7 @@ def test_cifar_fs_has_the_hash_that_records_carry():
 
 def test_three_forms_of_mini_imagenet_agree(tmp_path, monkeypatch):
     made = {}
-    for i, form in enumerate(sources.FORMS["mini-imagenet"]):
+    for i, form in enumerate(MINI_FILES):
         root = mini_toy(tmp_path / str(i), form, monkeypatch)
         assert find_source("mini-imagenet", root)[0] == form
         made[form] = open_bank("mini-imagenet", root)
@@ -280,7 +287,7 @@ def test_three_forms_of_mini_imagenet_agree(tmp_path, monkeypatch):
 def test_category_split_without_names_is_numbered_by_label(tmp_path, monkeypatch):
     root = mini_toy(tmp_path, "category-split pickles", monkeypatch)
     want = open_bank("mini-imagenet", root).sha
-    for f in sources.FORMS["mini-imagenet"]["category-split pickles"]:
+    for f in MINI_FILES["category-split pickles"]:
         d = read_pickle((root / f).read_bytes(), f)
         del d["catname2label"]
         (root / f).write_bytes(pickle.dumps(d))
@@ -324,6 +331,7 @@ def test_own_pictures(pictures):
             lambda own: (own / "train" / "a" / "0.png").write_bytes((own / "train" / "a" / "1.png").read_bytes()[:300]),
             ["0.png is damaged"],
         ),
+        (lambda own: (own / "train" / "a" / "0.ppm").write_bytes(FLOATS), ["floating-point"]),
     ],
 )
 def test_bad_own_pictures(pictures, spoil, words):
@@ -340,9 +348,11 @@ def test_a_bank_of_any_path_has_a_short_and_safe_name(pictures):
         (pictures / path).rename(pictures / "own")
 
 
-@pytest.mark.parametrize("path", ["x" * 300, "~nosuchuser/own", "a\0b", "x@" + "9" * 5000])
+@pytest.mark.parametrize("path", ["", "\n", "x" * 300, "~nosuchuser/own", "a\0b", "x@" + "9" * 5000])
 def test_a_path_that_cannot_be_is_one_sentence(tmp_path, path):
-    refused(tmp_path, name=f"folder:{path}")
+    for use in (prepare_bank, open_bank, check_bank, bank_dir):
+        said = refused(tmp_path, call=partial(use, f"folder:{path}", tmp_path))
+        assert path.strip() or "write folder:PATH" in said
 
 
 @pytest.mark.parametrize("form", ["png", "pgm"])
@@ -354,12 +364,6 @@ def test_grey_pictures_of_16_bits_are_scaled(pictures, form):
         file.with_suffix(f".{form}").write_bytes(data)
     bank = open_bank(f"folder:{pictures}/own@16", pictures)
     assert abs(bank.images / 255 - ramp[..., None] / 65535).max() < 1 / 255
-
-
-def test_pictures_of_floats_are_refused(pictures):
-    data = b"Pf 4 4 -1\n" + np.ones(16, "<f4").tobytes()
-    (pictures / "own" / "train" / "a" / "0.ppm").write_bytes(data)
-    refused(pictures, "floating-point", name=f"folder:{pictures}/own")
 
 
 @pytest.mark.parametrize(
@@ -379,14 +383,6 @@ def test_links_out_pipes_and_devices_are_refused(pictures, spoil, words):
     spoil(pictures / "own")
     error = str(answer(lambda: open_bank(f"folder:{pictures}/own@16", pictures).sha))
     assert "\n" not in error and all(w in error for w in words)
-
-
-@pytest.mark.parametrize("name", ["folder:", "folder:\n"])
-def test_a_folder_needs_a_path(tmp_path, name):
-    for use in (prepare_bank, open_bank, check_bank, bank_dir):
-        with pytest.raises(AimError, match="write folder:PATH"):
-            use(name, tmp_path / "data")
-    assert not (tmp_path / "data").exists()
 
 
 def test_glyphs_are_found_by_name(tmp_path, monkeypatch):
@@ -425,27 +421,29 @@ def test_missing_dataset_says_what_to_do(tmp_path):
     refused(tmp_path, "folder:PATH", name="folder-0123456789ab")
 
 
-def test_failed_download_is_one_error(tmp_path, monkeypatch):
-    def no_network(url, path, md5):
-        raise OSError("Name or service not known")
+def serve(monkeypatch, download_url):
+    "Let `download_url` stand for torchvision's."
+    sources.import_torchvision()
+    monkeypatch.setattr("torchvision.datasets.utils.download_url", download_url)
 
-    monkeypatch.setattr(banks, "fetch", no_network)
+
+def test_failed_download_is_one_error(tmp_path, monkeypatch):
+    serve(monkeypatch, Mock(side_effect=OSError("Name or service not known")))
     for name in ("omniglot", "cifar-fs"):
-        refused(
-            tmp_path, "could not be downloaded", "-p dataset glyphs", "http", call=partial(prepare_bank, name, tmp_path)
-        )
+        (tmp_path / "omniglot-py").mkdir(exist_ok=True)
+        words = ("could not be downloaded", "-p dataset glyphs", "http")
+        refused(tmp_path, *words, call=partial(prepare_bank, name, tmp_path))
 
 
 def test_download_is_used(omniglot, monkeypatch, tmp_path_factory):
     new = tmp_path_factory.mktemp("new")
     got = []
 
-    def fetch(url, path, md5):
-        path.parent.mkdir(exist_ok=True)
-        shutil.copy(omniglot / "omniglot-py" / path.name, path)
+    def copy(url, folder, name, md5):
+        shutil.copy(omniglot / "omniglot-py" / name, folder)
         got.append(url)
 
-    monkeypatch.setattr(banks, "fetch", fetch)
+    serve(monkeypatch, copy)
     assert prepare_bank("omniglot", new).sha == open_bank("omniglot", omniglot).sha and len(got) == 2
 
 
@@ -457,10 +455,13 @@ def test_fetch_keeps_nothing_of_a_wrong_file(tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/a.zip"
     try:
-        with pytest.raises(RuntimeError):
-            sources.fetch(url, tmp_path / "x" / "b.zip", "0" * 32)
+        monkeypatch.setattr(sources, "_official", lambda name: {"x/b.zip": (url, "0" * 32)})
+        with pytest.raises(AimError, match="could not be downloaded"):
+            sources.fetch("omniglot", tmp_path)
         assert files(tmp_path) == ["a.zip", "x"]
-        sources.fetch(url, tmp_path / "x" / "b.zip", sources._md5(tmp_path / "a.zip"))
+        md5 = hashlib.md5((tmp_path / "a.zip").read_bytes()).hexdigest()
+        monkeypatch.setattr(sources, "_official", lambda name: {"x/b.zip": (url, md5)})
+        sources.fetch("omniglot", tmp_path)
         assert files(tmp_path) == ["a.zip", "x", "x/b.zip"]
     finally:
         server.shutdown()
@@ -508,21 +509,17 @@ def test_wrong_zip_is_refused(omniglot, change, words):
     refused(omniglot, *words)
 
 
-@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.9, 0.999])
-def test_truncated_zip_is_refused(omniglot, keep):
-    z = omniglot / "omniglot-py" / "images_background.zip"
-    data = z.read_bytes()
-    z.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
-    refused(omniglot, "images_background.zip is damaged or incomplete", "get it again")
-
-
-def test_zip_with_flipped_bytes_is_refused(omniglot):
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.9, 0.999, "all but a byte"])
+def test_damaged_zip_is_refused(omniglot, keep):
     z = omniglot / "omniglot-py" / "images_background.zip"
     data = bytearray(z.read_bytes())
-    at = data.index(b"IDAT") + 20 if b"IDAT" in data else 120
-    data[at] ^= 255
-    z.write_bytes(data)
-    refused(omniglot, "damaged")
+    if keep == "all but a byte":
+        data[120] ^= 255
+        z.write_bytes(data)
+        refused(omniglot, "damaged")
+    else:
+        z.write_bytes(data[: int(keep * len(data)) if keep < 1 else keep])
+        refused(omniglot, "images_background.zip is damaged or incomplete", "get it again")
 
 
 def test_zip_bomb_is_refused(omniglot, monkeypatch):
@@ -675,24 +672,6 @@ def test_pickle_tricks(tmp_path):
         read_pickle(pickle.dumps({"a": np.zeros(3)}).replace(b"f8", b"O8"), "x")
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_mangled_pickles_never_escape(seed):
-    "Random damage gives an `AimError` or data, never anything else."
-    rng = numpy_rng("mangle", seed)
-    data = bytearray(
-        pickle.dumps(
-            {"data": np.arange(40, dtype=np.uint8).reshape(10, 4), "labels": list(range(10)), "names": ["a", b"b"]},
-            seed % 6,
-        )
-    )
-    for _ in range(1 + seed % 5):
-        data[rng.integers(len(data))] = rng.integers(256)
-    try:
-        assert isinstance(read_pickle(bytes(data), "x.pkl"), dict)
-    except AimError as e:
-        assert "x.pkl" in str(e)
-
-
 def test_plain_pickles_of_every_protocol():
     d = {
         "u": np.arange(6, dtype=np.uint8).reshape(2, 3),
@@ -823,10 +802,10 @@ def test_rows_of_mini_imagenet_are_counted_before_they_are_copied(tmp_path, monk
     ],
 )
 def test_pipes_and_files_too_large_are_refused(tmp_path, name, file):
-    for path in next(iter(sources.FORMS[name].values())):
-        (tmp_path / path.replace("[", "").rstrip("]")).parent.mkdir(exist_ok=True)
-        (tmp_path / path.replace("[", "").rstrip("]")).touch()
-    (tmp_path / file).unlink()
+    for path in (*MINI_FILES["cache pickles"], "omniglot-py/images_evaluation.zip"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    (tmp_path / file).unlink(missing_ok=True)
     os.mkfifo(tmp_path / file)
     assert "not a regular file" in str(answer(lambda: prepare_bank(name, tmp_path).sha))
     (tmp_path / file).unlink()
@@ -1087,7 +1066,6 @@ def test_import_torchvision_in_a_fresh_process():
     code = """
         import sys, importlib, torch
         from aim_nb.data import sources as sources
-        from aim_nb.data import banks
         assert "torchvision" not in sys.modules and not sources._DECLARED
         tv = sources.import_torchvision()
         import torchvision.datasets, torchvision.transforms.v2
@@ -1099,19 +1077,11 @@ def test_import_torchvision_in_a_fresh_process():
 
 
 def test_import_torchvision_declares_only_for_the_known_failure(monkeypatch):
-    asked = []
-
-    def fail(name):
-        asked.append(name)
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(sources.importlib, "import_module", fail)
+    monkeypatch.setattr(sources.importlib, "import_module", Mock(side_effect=RuntimeError("something else")))
     monkeypatch.setattr(sources, "_DECLARED", [])
     with pytest.raises(RuntimeError, match="something else"):
         sources.import_torchvision()
-    assert asked == ["torchvision"] and not sources._DECLARED
-    monkeypatch.setattr(sources.importlib, "import_module", lambda name: "torchvision itself")
-    assert sources.import_torchvision() == "torchvision itself" and not sources._DECLARED
+    assert not sources._DECLARED
 
 
 # ---- the real thing, where it is
@@ -1140,9 +1110,8 @@ def test_real_data(name):
         ["Alphabet_of_the_Magi/character01"] if name == "omniglot" else ["apple"] if "cifar" in name else ["n01532829"]
     )
     if name == "omniglot":
-        assert (
-            len(set(bank.alphabets)) == 50 and len(set(bank.alphabets[:964])) == 30 and bank.images[:2000].mean() > 200
-        )
+        alphabets = [n.split("/")[0] for n in bank.class_names]
+        assert len(set(alphabets)) == 50 and len(set(alphabets[:964])) == 30 and bank.images[:2000].mean() > 200
     if name == "cifar100":
         mean = np.mean([bank.images[r].mean((0, 1, 2)) for r in bank.class_rows("all", "train")], 0) / 255
         assert np.allclose(mean, (0.50707516, 0.48654887, 0.44091784), atol=1e-6)

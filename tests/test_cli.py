@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
-from aim_nb import cli, config
+from aim_nb import cli, config, core
 from aim_nb.cli import app
 from aim_nb.engine import notebook_runs
 

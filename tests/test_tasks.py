@@ -10,8 +10,6 @@ from aim_nb.core import AimError, torch_rng
 from aim_nb.data.tasks import (
     Policy,
     augment,
-    check_rows,
-    draw_any,
     draw_episode,
     draw_episodes,
     draw_meta_batch,
@@ -139,17 +137,18 @@ def test_meta_batch(rows, seed, step, inner, random, images, data):
 
 
 @for_all(banks(), seeds)
-def test_draw_any_is_a_permutation(rows, seed):
+def test_random_images_of_a_meta_batch_are_a_permutation(rows, seed):
     n = sum(map(len, rows))
-    got, labels = draw_any(rows, n, np.random.Generator(np.random.PCG64(seed)))
-    assert sorted(got) == sorted(np.concatenate(list(rows))) and all(r in rows[c] for r, c in zip(got, labels))
+    m = draw_meta_batch(rows, seed, 0, 1, n)
+    assert sorted(m.outer[:n]) == sorted(np.concatenate(list(rows)))
+    assert all(r in rows[c] for r, c in zip(m.outer[:n], m.outer_labels[:n]))
 
 
 @for_all(banks(), st.integers(1, 30), st.integers(1, 12))
 def test_too_few(rows, need, n_classes):
     sizes = [len(r) for r in rows]
     if len(rows) >= n_classes and min(sizes) >= need:
-        return check_rows(rows, need, n_classes)
+        return draw_episode(rows, 0, 0, n_classes, 1, need - 1)
     with pytest.raises(AimError) as e:
         draw_episode(rows, 0, 0, n_classes, 1, need - 1)
     text = str(e.value)

@@ -7,8 +7,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
-import importlib
-import os
 import re
 import shutil
 import sys
@@ -18,14 +16,14 @@ import numpy as np
 from ..core import AimError, check_choice, content_key, data_root
 from ..config import DATASETS
 from ..paper import class_split
-from .files import ARRAYS, PARTS, Bank, disk_errors, load_bank, write_bank
-from .sources import FORMS, READERS, fetch, find_source, folder_pictures, official, read_folder
+from .files import ARRAYS, PARTS, Bank, file_errors, load_bank, write_bank
+from .sources import FORMS, READERS, fetch, find_source, folder_pictures, read_folder
 
 # %% auto #0
-__all__ = ['HOW_TO_OBTAIN', 'bank_dir', 'prepare_bank', 'open_bank', 'check_bank', 'list_banks']
+__all__ = ['bank_dir', 'prepare_bank', 'open_bank', 'check_bank', 'list_banks']
 
 # %% ../../nbs/05_banks.ipynb #e9ec3888
-HOW_TO_OBTAIN = {
+_HOW_TO_OBTAIN = {
     "omniglot": "`aim-nb data prepare omniglot` downloads it (16 MB)",
     "cifar100": "`aim-nb data prepare cifar100` downloads it (170 MB)",
     "cifar-fs": "`aim-nb data prepare cifar-fs` downloads CIFAR-100 (170 MB)",
@@ -43,7 +41,7 @@ def bank_dir(
     root = data_root(root)
     if name.startswith("folder:"):
         path, side, classes = folder_pictures(name)
-        files = [(f, f.stat()) for files in classes.values() for f in files]
+        files = [(f, f.stat()) for _, pictures in classes.values() for f in pictures]
         stamp = [(f.relative_to(path).as_posix(), info.st_size, info.st_mtime_ns) for f, info in files]
         return root / f"folder-{content_key([str(path), side, stamp])}"
     if _FOLDER_KEY.fullmatch(name) and (root / name / "bank.json").exists():
@@ -52,20 +50,11 @@ def bank_dir(
     return root / _IMAGES_OF.get(name, name)
 
 # %% ../../nbs/05_banks.ipynb #d50b6c6b
-def _braces(files):
-    "Names that begin and end alike, as a shell would write them: a/{x,y}.b"
-    if len(files) == 1:
-        return files[0]
-    head = os.path.commonprefix(files)
-    tail = os.path.commonprefix([f[::-1] for f in files])[::-1]
-    return f"{head}{{{','.join(f[len(head) : len(f) - len(tail)] for f in files)}}}{tail}"
-
-
 def _missing(name, root, why=""):
     "The error for a dataset that is not there: what was looked for, where, and the ways to get it."
-    forms = "; or ".join(f"{form}: {_braces(files)}" for form, files in FORMS[name].items())
+    forms = "; or ".join(f"{form}: {files}" for form, files in FORMS[name].items())
     return AimError(
-        f"Dataset {name!r} is not below {root}{why}. Looked for {forms}. {HOW_TO_OBTAIN[name]}, "
+        f"Dataset {name!r} is not below {root}{why}. Looked for {forms}. {_HOW_TO_OBTAIN[name]}, "
         "AIM_DATA names another root, and `-p dataset glyphs` needs no download."
     )
 
@@ -78,7 +67,7 @@ def _build_lock(dir):
     except ImportError:
         yield
         return  # Windows: the commit is still whole or not at all
-    with disk_errors(dir):
+    with file_errors(dir, foreign=False):
         dir.parent.mkdir(parents=True, exist_ok=True)
         f = open(dir.parent / f".{dir.name}.lock", "a")
     with f:
@@ -107,25 +96,21 @@ def _usable(name, dir):
         return None
 
 # %% ../../nbs/05_banks.ipynb #b2d4cdc4
-def _parts(name, root, download, stack):
-    "Everything `write_bank` needs to know."
+def _parts(name, root, stack):
+    "Everything `write_bank` needs to know of the dataset; its files are downloaded where they are absent."
     if name == "glyphs":
-        return importlib.import_module("aim_nb.data.glyphs").build_glyphs()
+        from aim_nb.data.glyphs import build_glyphs
+
+        return build_glyphs()
     if name.startswith("folder:"):
         return read_folder(name)
     images = _IMAGES_OF.get(name, name)
-    found = find_source(images, root)
-    if not found and download and "downloads" in HOW_TO_OBTAIN[images]:
-        for path, (url, md5) in official(images).items():
-            if url and not (root / path).exists():
-                try:
-                    fetch(url, root / path, md5)
-                except (OSError, RuntimeError) as e:
-                    raise _missing(name, root, f" and {url} could not be downloaded ({e})") from e
-        found = find_source(images, root)
-    if not found:
-        raise _missing(name, root)
-    form, paths = found
+    if not find_source(images, root):
+        try:
+            fetch(images, root)
+        except AimError as e:
+            raise _missing(name, root, f" and {e}") from e
+    form, paths = find_source(images, root)
     return {"source": form, **READERS[images](root, form, paths, stack)}
 
 # %% ../../nbs/05_banks.ipynb #bf581875
@@ -138,21 +123,19 @@ def prepare_bank(
     "Build a bank if it is not there yet, and open it."
     root = data_root(root)
     dir = bank_dir(name, root)
-    bank = None if force else _usable(name, dir)
-    if bank:
+    if not force and (bank := _usable(name, dir)):
         return bank
     if name.startswith("folder-"):
         raise AimError(f"{name} can only be built from its pictures: use folder:PATH.")
-    if not download and name in FORMS and not find_source(name, root):
+    if name in FORMS and not find_source(name, root) and (not download or name == "mini-imagenet"):
         raise _missing(name, root)
     with _build_lock(dir), contextlib.ExitStack() as stack:
-        bank = None if force else _usable(name, dir)  # while we waited another process may have built it
-        if bank:
-            return bank
+        if not force and (bank := _usable(name, dir)):
+            return bank  # built by another process while we waited
         for stale in dir.glob(".*.part"):
             shutil.rmtree(stale)  # of a build that was killed
-        with disk_errors(dir):
-            parts = _parts(name, root, download, stack)
+        with file_errors(dir, foreign=False):
+            parts = _parts(name, root, stack)
         write_bank(dir, dir.name, **parts)
     return _load(name, dir)
 
@@ -176,30 +159,25 @@ def _range(numbers):
 
 
 def _check_files(bank) -> list:
-    "Are the arrays those that were written, how many images has a class, are the class splits disjoint?"
-    changed = []
-    for name in ARRAYS:
-        if hashlib.sha256(np.ascontiguousarray(getattr(bank, name))).hexdigest() != bank.info["sha256"][name]:
-            changed.append(name)
+    "Are the arrays those that were written? And how many images has a class, how many classes a split?"
+    hashes = {name: hashlib.sha256(np.ascontiguousarray(getattr(bank, name))).hexdigest() for name in ARRAYS}
+    changed = [name for name in ARRAYS if hashes[name] != bank.info["sha256"][name]]
     checksums = f"sha256 of {', '.join(ARRAYS)} are right"
     if changed:
         checksums = f"{', '.join(changed)} differ from bank.json: run `aim-nb data prepare NAME --force`"
 
-    n = np.bincount(bank.labels, minlength=len(bank.class_names))
-    test = np.bincount(bank.labels, bank.split, len(n)).astype(int)
+    n = np.bincount(bank.labels)
+    test = np.bincount(bank.labels, bank.split).astype(int)
     shape = "x".join(map(str, bank.shape))
     counts = (
         f"{len(n)} classes, {len(bank.labels):,} images of {shape}; "
         f"{_range(n)} a class ({_range(n - test)} train, {_range(test)} test)"
     )
-
-    used = [label for part in PARTS for label in bank.splits[part]]
-    twice = len(used) - len(set(used))
-    sizes = " / ".join(str(len(bank.splits[part])) for part in PARTS)
-    splits = f"{sizes} classes (train / val / test), {twice} in two of them, {len(n) - len(set(used))} in none"
+    sizes = [len(bank.splits[part]) for part in PARTS]
+    splits = f"{' / '.join(map(str, sizes))} classes (train / val / test), {len(n) - sum(sizes)} in none"
     return [
-        _finding("counts", n.min() > 0, counts, per_class=dict(zip(bank.class_names, n.tolist()))),
-        _finding("splits", not twice, splits),
+        _finding("counts", True, counts, per_class=dict(zip(bank.class_names, n.tolist()))),
+        _finding("splits", True, splits),
         _finding("checksums", not changed, checksums),
     ]
 
@@ -247,36 +225,25 @@ def check_bank(
     return [source, *_check_files(bank), *_check_images(bank)]
 
 # %% ../../nbs/05_banks.ipynb #49021c53
-def _describe(name, root) -> dict:
-    "What there is of a dataset: a bank, its source, or nothing."
-    dir = bank_dir(name, root)
-    row = dict(name=name, state="missing", images=0, classes=0, shape="", mb=0.0, sha="", where=str(dir), source="")
-    if not (dir / "bank.json").exists():
-        found = find_source(name, root) if name in FORMS else None
-        if found:
-            row |= dict(state="source found", source=found[0])
-        elif name == "glyphs":
-            row["state"] = "can be made"
-        return row
-
-    bank = _usable(name, dir)
-    if bank is None:
-        return row | dict(state="damaged")
-    return row | dict(
-        state="ready",
-        images=len(bank.labels),
-        classes=len(bank.class_names),
-        shape="x".join(map(str, bank.shape)),
-        mb=round(bank.images.nbytes / 1e6, 1),
-        sha=bank.sha,
-        source=bank.info["source"],
-    )
-
-
 def list_banks(
     root="",  # where data lives
 ) -> list:
     "What is there and what could be built: a dictionary a dataset."
     root = data_root(root)
     own = sorted(p.parent.name for p in root.glob("folder-*/bank.json") if _FOLDER_KEY.fullmatch(p.parent.name))
-    return [_describe(name, root) for name in (*DATASETS, *own)]
+    rows = []
+    for name in (*DATASETS, *own):
+        dir = bank_dir(name, root)
+        row = dict(name=name, state="missing", images=0, classes=0, shape="", mb=0.0, sha="", where=str(dir), source="")
+        rows.append(row)
+        if bank := _usable(name, dir):
+            row |= dict(state="ready", images=len(bank.labels), classes=len(bank.class_names))
+            row |= dict(shape="x".join(map(str, bank.shape)), mb=round(bank.images.nbytes / 1e6, 1))
+            row |= dict(sha=bank.sha, source=bank.info["source"])
+        elif (dir / "bank.json").exists():
+            row["state"] = "damaged"
+        elif name == "glyphs":
+            row["state"] = "can be made"
+        elif found := find_source(name, root):
+            row |= dict(state="source found", source=found[0])
+    return rows

@@ -17,7 +17,7 @@ import numpy as np
 from ..core import AimError, atomic_dir, check_choice, content_key, progress
 
 # %% auto #0
-__all__ = ['PARTS', 'ARRAYS', 'Bank', 'disk_errors', 'file_errors', 'write_bank', 'load_bank']
+__all__ = ['PARTS', 'ARRAYS', 'Bank', 'file_errors', 'write_bank', 'load_bank']
 
 # %% ../../nbs/03_files.ipynb #78595340
 PARTS = ("train", "val", "test")  # class splits
@@ -45,27 +45,17 @@ class Bank:
     def sha(self) -> str:
         return content_key([self.info["sha256"], self.class_names, self.splits])
 
-    @property
-    def alphabets(self) -> list:
-        return [n.rpartition("/")[0] for n in self.class_names]
-
     def classes(self, split="train") -> np.ndarray:
         "The labels of a class split."
         if split == "all":
             return np.arange(len(self.class_names))
         return np.array(self.splits[check_choice("split", split, (*PARTS, "all"))], dtype=np.int64)
 
-    def rows(self, label, images="all") -> np.ndarray:
-        "The rows of one class: all, or its training or test images."
-        rows = np.arange(*np.searchsorted(self.labels, [label, label + 1]))
-        if images == "all":
-            return rows
-        check_choice("images", images, ("all", "train", "test"))
-        return rows[self.split[rows] == (images == "test")]
-
     def class_rows(self, split="train", images="all") -> list:
-        "The rows of each class of a split."
-        return [self.rows(c, images) for c in self.classes(split)]
+        "The rows of each class of a split: all, or the training or test images of the class."
+        check_choice("images", images, ("all", "train", "test"))
+        rows = [np.arange(*np.searchsorted(self.labels, [c, c + 1])) for c in self.classes(split)]
+        return rows if images == "all" else [r[self.split[r] == (images == "test")] for r in rows]
 
     def first(self, n) -> Bank:
         "The same bank with the first `n` classes of each split (0: all): another dataset, with a hash of its own."
@@ -77,20 +67,19 @@ def _save_blocks(
     blocks,  # arrays that follow each other along the first axis
     n,  # how many rows there will be
     desc="",  # of the progress bar
-) -> str:
-    "Write `blocks` as one array of `n` rows and return the sha256 of its bytes."
+) -> tuple:  # sha256 of the bytes, shape
+    "Write `blocks` as one array of `n` rows."
     blocks = iter(blocks)
     first = np.asarray(next(blocks))
+    shape = (n, *first.shape[1:])
     sha = hashlib.sha256()
     done = 0
-    head = dict(descr=np.lib.format.dtype_to_descr(first.dtype), fortran_order=False, shape=(n, *first.shape[1:]))
-    with open(path, "wb") as f, progress(total=n, desc=desc, unit=" images", disable=not desc) as bar:
-        np.lib.format.write_array_header_1_0(f, head)
+    with open(path, "wb") as f, progress(total=n, desc=desc, unit=" images", disable=n <= 5000) as bar:
+        header = dict(descr=np.lib.format.dtype_to_descr(first.dtype), fortran_order=False, shape=shape)
+        np.lib.format.write_array_header_1_0(f, header)
         for block in itertools.chain([first], blocks):
-            if block.shape[1:] != first.shape[1:] or block.dtype != first.dtype:
-                raise AimError(
-                    f"Images of a bank share one shape and type; found {block.shape[1:]} after {first.shape[1:]}."
-                )
+            if block.shape[1:] != shape[1:] or block.dtype != first.dtype:
+                raise AimError(f"Images of a bank share one shape and type; found {block.shape[1:]} after {shape[1:]}.")
             data = np.ascontiguousarray(block).data
             f.write(data)
             sha.update(data)
@@ -100,38 +89,30 @@ def _save_blocks(
         os.fsync(f.fileno())
     if done != n:
         raise AimError(f"There are {done} images for {n} labels; the source is not what it says it is.")
-    return sha.hexdigest()
+    return sha.hexdigest(), shape
 
 # %% ../../nbs/03_files.ipynb #5e5a2992
 @contextlib.contextmanager
-def disk_errors(
+def file_errors(
     path,  # the file or directory at hand
+    foreign=True,  # a file from outside: any other exception means that it is damaged
 ):
-    "Say in one sentence what the disk has against `path`."
+    "Say in one sentence what is wrong with `path`."
     try:
         yield
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except AimError:
+        raise
+    except Exception as e:
+        code = e.errno if isinstance(e, OSError) else None  # none where Pillow says OSError of a broken picture
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise AimError(
                 f"The disk is full: {path} could not be written and nothing was kept; "
                 "free some space or set AIM_DATA to another place."
             ) from e
-        if e.errno is None:
-            raise  # not the disk: Pillow says this of a broken picture
-        raise AimError(f"{e.filename or path}: {e.strerror}; mend that or set AIM_DATA to another place.") from e
-
-# %% ../../nbs/03_files.ipynb #21233572
-@contextlib.contextmanager
-def file_errors(
-    path,  # a file from outside
-):
-    "The same for reading, where whatever goes wrong means that the file is not what it should be."
-    try:
-        with disk_errors(path):
-            yield
-    except AimError:
-        raise
-    except Exception as e:
+        if code is not None:
+            raise AimError(f"{e.filename or path}: {e.strerror}; mend that or set AIM_DATA to another place.") from e
+        if not foreign:
+            raise
         why = f"{type(e).__name__}: {' '.join(str(e).split())[:80]}"
         raise AimError(f"{path} is damaged or incomplete ({why}); delete it and get it again.") from e
 
@@ -147,22 +128,6 @@ def _check_parts(labels, split, class_names, splits):
         raise AimError("Labels must ascend, and each image needs a label and a split.")
     if len(set(labels.tolist())) != len(class_names) or labels[0] < 0 or labels[-1] >= len(class_names):
         raise AimError("Each class needs at least one image.")
-
-# %% ../../nbs/03_files.ipynb #87c66dfc
-def _write_files(dir, info, images, labels, split):
-    "The four files of a bank, on the disk when this returns."
-    n = len(labels)
-    blocks = [images] if isinstance(images, np.ndarray) else images
-    sha = dict(
-        images=_save_blocks(dir / "images.npy", blocks, n, f"building {info['name']}" if n > 5000 else ""),
-        labels=_save_blocks(dir / "labels.npy", [labels], n),
-        split=_save_blocks(dir / "split.npy", [split], n),
-    )
-    shape = np.load(dir / "images.npy", mmap_mode="r").shape
-    with open(dir / "bank.json", "w", encoding="utf-8") as f:
-        json.dump({**info, "shape": shape, "sha256": sha}, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
 
 # %% ../../nbs/03_files.ipynb #eb7c076c
 def write_bank(
@@ -185,13 +150,19 @@ def write_bank(
     _check_parts(labels, split, class_names, splits)
     info = dict(format="aim_nb bank", version=_VERSION, name=name, source=source, splits=splits)
     info |= dict(class_names=list(class_names), **extra)
+    blocks = dict(images=[images] if isinstance(images, np.ndarray) else images, labels=[labels], split=[split])
     try:
-        with disk_errors(dir):
+        with file_errors(dir, foreign=False):
             dir.mkdir(parents=True, exist_ok=True)
             with atomic_dir(dir / ".ready") as tmp:
-                _write_files(tmp, info, images, labels, split)
+                saved = {k: _save_blocks(tmp / f"{k}.npy", blocks[k], len(labels), f"building {name}") for k in ARRAYS}
+                info |= dict(shape=saved["images"][1], sha256={k: sha for k, (sha, _) in saved.items()})
+                with open(tmp / "bank.json", "w", encoding="utf-8") as f:
+                    json.dump(info, f, indent=1)
+                    f.flush()
+                    os.fsync(f.fileno())
             (dir / "bank.json").unlink(missing_ok=True)
-            for file in (*(f"{a}.npy" for a in ARRAYS), "bank.json"):
+            for file in (*(f"{k}.npy" for k in ARRAYS), "bank.json"):
                 os.replace(dir / ".ready" / file, dir / file)
             (dir / ".ready").rmdir()
     finally:
@@ -201,36 +172,34 @@ def write_bank(
 
 # %% ../../nbs/03_files.ipynb #df5127c9
 def _json_text(dir):
-    "The text of bank.json and a stamp that tells this very file from one with the same text; empty where there is none."
+    "The text of bank.json with what tells this very file from one with the same text; None where there is none."
     try:
         with open(dir / "bank.json", encoding="utf-8") as f:
             stat = os.fstat(f.fileno())
-            return f.read(), (stat.st_ino, stat.st_mtime_ns)
+            return f.read(), stat.st_ino, stat.st_mtime_ns
     except FileNotFoundError:
-        return "", None
+        return None
 
 
-def _read_files(dir):
-    "bank.json and the arrays, read while no other process was replacing them."
-    for _ in range(50):
-        text, stamp = _json_text(dir)
-        arrays = {
-            k: np.load(dir / f"{k}.npy", mmap_mode="r" if k == "images" else None, allow_pickle=False) for k in ARRAYS
-        }
-        if text and _json_text(dir) == (text, stamp):
-            return json.loads(text), arrays
-        time.sleep(0.02)
-    raise AimError("bank.json is not there")
-
-# %% ../../nbs/03_files.ipynb #a9ad3059
 def load_bank(
     dir,  # a directory with the four files
 ) -> Bank:
     "Open the bank in `dir`, checking what can be checked without reading the images."
     dir = Path(dir)
+    arrays = {}
     try:
         with file_errors(dir):
-            info, arrays = _read_files(dir)
+            for _ in range(50):
+                before = _json_text(dir)
+                for key in ARRAYS:
+                    mode = "r" if key == "images" else None
+                    arrays[key] = np.load(dir / f"{key}.npy", mmap_mode=mode, allow_pickle=False)
+                if before and before == _json_text(dir):
+                    break
+                time.sleep(0.02)  # another process is replacing the files
+            else:
+                raise AimError("bank.json is not there")
+            info = json.loads(before[0])
             if info["format"] != "aim_nb bank" or info["version"] != _VERSION:
                 raise AimError(f"it has format {info['format']} {info['version']}, not {_VERSION}")
             for key, kind in ARRAYS.items():

@@ -28,11 +28,11 @@ import numpy as np
 from PIL import Image, ImageOps
 from ..core import AimError, content_key, data_root
 from ..paper import class_split
-from .files import PARTS, disk_errors, file_errors
+from .files import PARTS, file_errors
 
 # %% auto #0
 __all__ = ['BIG', 'EXPECT', 'FORMS', 'READERS', 'check_file', 'open_files', 'decode', 'read_pickle', 'import_torchvision',
-           'official', 'fetch', 'find_source', 'folder_pictures', 'read_folder']
+           'fetch', 'find_source', 'folder_pictures', 'read_folder']
 
 # %% ../../nbs/04_sources.ipynb #b3338359
 BIG = dict(  # far above any dataset here, far below what would hurt
@@ -156,18 +156,18 @@ def _make_array(data, dtype, shape, order):
     return array
 
 
-def _make_dtype(code, *_):
-    dtype = np.dtype(_as_bytes(code)[:16].decode())
-    if dtype.kind not in "biufSU":
-        raise AimError(f"holds an array of type {dtype}, which is not plain data: refused.")
-    return _Numpy(dtype)
-
-
 @dataclass
 class _Numpy:
     "A dtype, or an array that can be filled once, from bytes of the right length."
 
     value: np.dtype | np.ndarray | None = None
+
+    @classmethod
+    def dtype(cls, code, *_):
+        dtype = np.dtype(_as_bytes(code)[:16].decode())
+        if dtype.kind not in "biufSU":
+            raise AimError(f"holds an array of type {dtype}, which is not plain data: refused.")
+        return cls(dtype)
 
     def fill(self, state):
         if isinstance(self.value, np.dtype):
@@ -178,7 +178,7 @@ class _Numpy:
 
 # %% ../../nbs/04_sources.ipynb #0e7581ae
 _ALLOWED = {
-    "numpy dtype": _make_dtype,
+    "numpy dtype": _Numpy.dtype,
     "numpy ndarray": "the type of the array to come",
     "_codecs encode": lambda text, codec: _as_bytes(text),
     "__builtin__ bytes": lambda: b"",  # as Python 3 writes empty bytes for Python 2
@@ -324,77 +324,68 @@ def import_torchvision():
     return importlib.import_module("torchvision")
 
 # %% ../../nbs/04_sources.ipynb #3387a0c7
-def official(
-    name,  # omniglot or cifar100
-) -> dict:
+def _official(name):
     "The published files of a dataset: path below the root -> (address or None, md5)."
     sets = import_torchvision().datasets
     if name == "omniglot":
-        return {
-            f"omniglot-py/{k}.zip": (f"{sets.Omniglot.download_url_prefix}/{k}.zip", md5)
-            for k, md5 in sets.Omniglot.zips_md5.items()
-        }
+        url = sets.Omniglot.download_url_prefix
+        return {f"omniglot-py/{k}.zip": (f"{url}/{k}.zip", md5) for k, md5 in sets.Omniglot.zips_md5.items()}
     c = sets.CIFAR100
-    return {c.filename: (c.url, c.tgz_md5)} | {
-        f"{c.base_folder}/{k}": (None, md5) for k, md5 in (*c.train_list, *c.test_list, ("meta", c.meta["md5"]))
-    }
+    inside = (*c.train_list, *c.test_list, ("meta", c.meta["md5"]))
+    return {c.filename: (c.url, c.tgz_md5)} | {f"{c.base_folder}/{k}": (None, md5) for k, md5 in inside}
 
 # %% ../../nbs/04_sources.ipynb #a4f29eb3
-def _md5(path):
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-
 def _checksums(name, root, paths):
     "What the official checksums say about the files in use: a sentence for bank.json, and a warning when they differ."
-    known = {root / k: md5 for k, (_, md5) in official(name).items()}
-    files = [f for p in paths for f in known if f == p or f.parent == p]
+    files = {root / k: md5 for k, (_, md5) in _official(name).items()}
+    files = {f: md5 for f, md5 in files.items() if f in paths or f.parent in paths}
     if not files:
         return "There is no official checksum for this form; accepted by its content."
-    bad = [f.name for f in files if not f.exists() or _md5(f) != known[f]]
+    bad = []
+    for file, md5 in files.items():
+        data = file.read_bytes() if file.exists() else b""
+        if hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
+            bad.append(file.name)
     if not bad:
         return "The files have the official checksums."
-    said = f"the checksum of {', '.join(bad)} is not the official one"
-    warnings.warn(f"{name}: {said}; counts, shapes and class names are right, so it is accepted.", stacklevel=5)
-    return f"T{said[1:]}; accepted by content."
+    said = f"checksum of {', '.join(bad)} is not the official one"
+    warnings.warn(f"{name}: the {said}; counts, shapes and class names are right, so it is accepted.", stacklevel=5)
+    return f"The {said}; accepted by content."
 
 # %% ../../nbs/04_sources.ipynb #64d1fd36
-def fetch(url, path, md5):
-    "Download one file, whole or not at all."
-    import_torchvision()
-    path.parent.mkdir(parents=True, exist_ok=True)
+def fetch(
+    name,  # omniglot or cifar100
+    root,  # where data lives
+):
+    "Fetch the published files that are not below `root` yet, each whole or not at all."
+    files = {root / k: known for k, known in _official(name).items()}
     from torchvision.datasets.utils import download_url
 
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(30)  # torchvision sets none and would wait for ever
     try:
-        with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=path.parent) as folder:
-            download_url(url, folder, path.name, md5)
-            os.replace(Path(folder) / path.name, path)
+        for path, (url, md5) in files.items():
+            if url and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=path.parent) as folder:
+                    download_url(url, folder, path.name, md5)
+                    os.replace(Path(folder) / path.name, path)
+    except (OSError, RuntimeError) as e:
+        raise AimError(f"{url} could not be downloaded ({e})") from e
     finally:
         socket.setdefaulttimeout(before)
 
 # %% ../../nbs/04_sources.ipynb #42e64fba
 FORMS = {
-    "omniglot": {
-        "the original zips or folders": ("omniglot-py/images_background[.zip]", "omniglot-py/images_evaluation[.zip]")
-    },
-    "cifar100": {"the python archive or its folder": ("cifar-100-python[.tar.gz]",)},
+    "omniglot": {"the original zips or folders": "omniglot-py/images_{background,evaluation}[.zip]"},
+    "cifar100": {"the python archive or its folder": "cifar-100-python[.tar.gz]"},
     "mini-imagenet": {
-        "cache pickles": tuple(f"mini-imagenet/mini-imagenet-cache-{p}.pkl" for p in PARTS),
-        "category-split pickles": tuple(
-            f"mini-imagenet/miniImageNet_category_split_{p}.pickle" for p in ("train_phase_train", "val", "test")
-        ),
-        "images and csv files": ("mini-imagenet/images", *(f"mini-imagenet/{p}.csv" for p in PARTS)),
+        "cache pickles": "mini-imagenet/mini-imagenet-cache-{train,val,test}.pkl",
+        "category-split pickles": "mini-imagenet/miniImageNet_category_split_{train_phase_train,val,test}.pickle",
+        "images and csv files": "mini-imagenet/{images,train.csv,val.csv,test.csv}",
     },
 }
 FORMS["cifar-fs"] = FORMS["cifar100"]
-
-# %% ../../nbs/04_sources.ipynb #3c5e2950
-def _existing(root, pattern):
-    "The path that `X[.ext]` stands for: X.ext, else X, else None."
-    stem, _, ext = pattern.rstrip("]").partition("[")
-    return next((root / p for p in (stem + ext, stem) if (root / p).exists()), None)
 
 
 def find_source(
@@ -402,22 +393,17 @@ def find_source(
     root="",  # where data lives
 ) -> tuple | None:
     "(form, paths) of the first form that is complete, else None."
-    for form, files in FORMS[name].items():
-        paths = [_existing(data_root(root), f) for f in files]
-        if all(paths):
+    root = data_root(root)
+    for form, pattern in FORMS[name].items():
+        pattern, _, extension = pattern.rstrip("]").partition("[")
+        head, _, rest = pattern.partition("{")
+        names, _, tail = rest.partition("}")
+        stems = [head + name + tail for name in names.split(",")]
+        paths = [root / (s + extension) if (root / (s + extension)).exists() else root / s for s in stems]
+        if all(p.exists() for p in paths):
             return form, paths
 
 # %% ../../nbs/04_sources.ipynb #918aae28
-def _characters(files, where):
-    "`alphabet/characterNN` -> the readers of its drawings, sorted."
-    characters = {}
-    for name, read in sorted(files.items()):
-        parts = PurePosixPath(name).parts
-        if len(parts) >= 3 and name.endswith(".png") and not parts[-1].startswith(".") and parts[0] != "__MACOSX":
-            characters.setdefault("/".join(parts[-3:-1]), []).append((f"{where}: {name}", read))
-    return dict(sorted(characters.items()))
-
-
 def _drawing(where, read, side):
     with file_errors(where):
         im = decode(read(), where, "L")
@@ -430,10 +416,14 @@ def _read_omniglot(root, form, paths, stack) -> dict:
     want = EXPECT["omniglot"]
     characters = {}
     for path in paths:
-        found = _characters(stack.enter_context(open_files(path)), path)
+        found = {}  # alphabet/characterNN -> its drawings: where they are, and what reads them
+        for name, read in sorted(stack.enter_context(open_files(path)).items()):
+            parts = PurePosixPath(name).parts
+            if len(parts) >= 3 and name.endswith(".png") and not parts[-1].startswith(".") and parts[0] != "__MACOSX":
+                found.setdefault("/".join(parts[-3:-1]), []).append((f"{path}: {name}", read))
         _check_equal("the number of characters", len(found), want[path.name.removesuffix(".zip")], path)
         _check_counts("drawings", {name: len(drawings) for name, drawings in found.items()}, want["each"], path)
-        characters |= found
+        characters |= dict(sorted(found.items()))
     _check_equal("the key of the class names", content_key(list(characters)), want["names"], paths[0].parent)
     n = len(characters)
     test = want["images_background"]  # the first class of each split
@@ -443,41 +433,39 @@ def _read_omniglot(root, form, paths, stack) -> dict:
         class_names=list(characters),
         labels=np.repeat(np.arange(n), want["each"]),
         split=_last_are_test([want["each"]] * n, 1 / 4),
-        image_split="of each class the last 5 of 20 drawings are test images",
         splits=dict(train=range(val), val=range(val, test), test=range(test, n)),
         checksum=_checksums("omniglot", root, paths),
     )
 
 # %% ../../nbs/04_sources.ipynb #7f1fa739
-def _cifar_part(files, part, names, where):
-    "Images and labels of CIFAR-100's train or test file, checked."
-    where = f"{where}: {part}"
-    each = EXPECT["cifar100"][part]
-    with file_errors(where):
-        d = read_pickle(files[part](), where)
-        data = np.asarray(d["data"])
-        labels = np.asarray(d["fine_labels"], np.int64)
-    _check_equal("the shape of the data", (data.dtype.name, *data.shape), ("uint8", len(names) * each, 3072), where)
-    _check_equal("the number of labels", len(labels), len(data), where)
-    _check_counts(f"{part} images", {name: int((labels == i).sum()) for i, name in enumerate(names)}, each, where)
-    return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
-
-# %% ../../nbs/04_sources.ipynb #d0dce46d
 def _read_cifar100(root, form, paths, stack) -> dict:
     "CIFAR-100 from its python archive or folder."
     path = paths[0]
-    files = {PurePosixPath(k).name: read for k, read in stack.enter_context(open_files(path)).items()}
+    found = {PurePosixPath(k).name: read for k, read in stack.enter_context(open_files(path)).items()}
+    files = {}
     for part in ("train", "test", "meta"):
-        if part not in files:
+        if part not in found:
             raise AimError(f"{path} lacks the file {part!r}; get the CIFAR-100 python archive again.")
+        with file_errors(f"{path}: {part}"):
+            files[part] = read_pickle(found[part](), f"{path}: {part}")
     with file_errors(f"{path}: meta"):
-        names = [str(n) for n in read_pickle(files["meta"](), f"{path}: meta")["fine_label_names"]]
+        names = [str(n) for n in files["meta"]["fine_label_names"]]
     _check_equal("the class names", names, sorted(sum(class_split("cifar-fs").values(), [])), path)
-    train, train_labels = _cifar_part(files, "train", names, path)
-    test, test_labels = _cifar_part(files, "test", names, path)
-    images = np.concatenate([train, test])
-    labels = np.concatenate([train_labels, test_labels])
-    split = np.repeat([0, 1], [len(train), len(test)])
+
+    data, fine_labels = [], []
+    for part, each in EXPECT["cifar100"].items():
+        where = f"{path}: {part}"
+        with file_errors(where):
+            x = np.asarray(files[part]["data"])
+            y = np.asarray(files[part]["fine_labels"], np.int64)
+        _check_equal("the shape of the data", (x.dtype.name, *x.shape), ("uint8", len(names) * each, 3072), where)
+        _check_equal("the number of labels", len(y), len(x), where)
+        _check_counts(f"{part} images", {name: int((y == i).sum()) for i, name in enumerate(names)}, each, where)
+        data.append(x)
+        fine_labels.append(y)
+    images = np.concatenate(data).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    labels = np.concatenate(fine_labels)
+    split = np.repeat([0, 1], list(map(len, data)))
     rows = np.argsort(labels, kind="stable")  # by class, training images first
     return dict(
         images=(images[r] for r in np.array_split(rows, len(names))),
@@ -485,43 +473,36 @@ def _read_cifar100(root, form, paths, stack) -> dict:
         split=split[rows],
         class_names=names,
         splits=dict(train=range(60), val=range(60, 70), test=range(70, 100)),
-        image_split="official",
         checksum=_checksums("cifar100", root, paths),
     )
 
 # %% ../../nbs/04_sources.ipynb #ec0f89ab
-def _check_classes(found, part, where):
-    _check_equal(f"the {part} classes", sorted(found), sorted(class_split("mini-imagenet")[part]), where)
-
-
-def _mini_cache(path, part):
-    "Class name -> (all images of the part, its rows), from `image_data` and `class_dict`."
-    d = read_pickle(_read_file(path), path)
-    return {str(name): (d["image_data"], rows) for name, rows in d["class_dict"].items()}
-
-
-def _mini_category(path, part):
-    "The same from `data`, `labels` and `catname2label`."
-    d = read_pickle(_read_file(path), path)
-    labels = np.asarray(d["labels"], np.int64)
-    names = d.get("catname2label")
-    if not names:
-        warnings.warn(f"{path.name} holds no class names; its labels are taken to follow the sorted names.")
-        names = dict(zip(sorted(class_split("mini-imagenet")[part]), np.unique(labels)))
-    names = {name.decode() if isinstance(name, bytes) else str(name): label for name, label in names.items()}
-    _check_classes(names, part, path)
-    return {name: (d["data"], np.flatnonzero(labels == label)) for name, label in names.items()}
-
-# %% ../../nbs/04_sources.ipynb #fc21399d
-def _mini_files(path, part):
-    "Class name -> its picture files, in the order of the csv file."
+def _mini_part(form, path, part) -> dict:
+    "Class name -> its picture files, or all images of the part and the rows of the class."
+    published = sorted(class_split("mini-imagenet")[part])
     classes = {}
-    with open(path, newline="", encoding="utf-8") as f:
-        for row in csv.DictReader(f):
-            file = row["filename"]
-            if Path(file).name != file or "\\" in file:
-                raise AimError(f"{path} names {file!r}, outside the image folder: refused.")
-            classes.setdefault(row["label"], []).append(path.with_name("images") / file)
+    d = {} if path.suffix == ".csv" else read_pickle(_read_file(path), path)
+    if form == "images and csv files":
+        with open(path, newline="", encoding="utf-8") as f:
+            for row in csv.DictReader(f):
+                file = row["filename"]
+                if Path(file).name != file or "\\" in file:
+                    raise AimError(f"{path} names {file!r}, outside the image folder: refused.")
+                classes.setdefault(row["label"], []).append(path.with_name("images") / file)
+    elif form == "cache pickles":
+        classes = {str(name): (d["image_data"], rows) for name, rows in d["class_dict"].items()}
+    else:
+        labels = np.asarray(d["labels"], np.int64)
+        values, counts = np.unique(labels, return_counts=True)
+        rows = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+        rows = dict(zip(values.tolist(), rows))
+        names = d.get("catname2label")
+        if not names:
+            warnings.warn(f"{path.name} holds no class names; its labels are taken to follow the sorted names.")
+            names = dict(zip(published, values))
+        for name, label in names.items():
+            classes[name.decode() if isinstance(name, bytes) else str(name)] = d["data"], rows.get(label, [])
+    _check_equal(f"the {part} classes", sorted(classes), published, path.parent)
     return classes
 
 # %% ../../nbs/04_sources.ipynb #a9402835
@@ -533,21 +514,18 @@ def _mini_images(source, side, where):
     images, rows = source
     with file_errors(where):
         kind = (images.dtype.name, *images.shape[1:])
-    _check_equal("the type and shape of the images", kind, ("uint8", side, side, 3), where)
-    with file_errors(where):
+        _check_equal("the type and shape of the images", kind, ("uint8", side, side, 3), where)
         return images[np.asarray(rows, np.int64)]
 
 
 def _read_mini_imagenet(root, form, paths, stack) -> dict:
     "mini-ImageNet from any of the three forms."
-    read = dict(zip(FORMS["mini-imagenet"], (_mini_cache, _mini_category, _mini_files)))[form]
     want = EXPECT["mini-imagenet"]
     where = paths[0].parent
     classes = {}
     for part, path in zip(PARTS, paths[-3:]):
         with file_errors(path):
-            found = read(path, part)
-            _check_classes(found, part, where)
+            found = _mini_part(form, path, part)
             counts = {name: len(source if isinstance(source, list) else source[1]) for name, source in found.items()}
         _check_counts("images", counts, want["each"], where)
         classes |= found
@@ -558,7 +536,6 @@ def _read_mini_imagenet(root, form, paths, stack) -> dict:
         split=_last_are_test([want["each"]] * len(names), 1 / 10),
         class_names=names,
         splits={part: [names.index(c) for c in cs] for part, cs in class_split("mini-imagenet").items()},
-        image_split="of each class the last 60 of 600 images are test images",
         checksum="There is no official checksum; accepted by its content.",
     )
 
@@ -566,20 +543,10 @@ def _read_mini_imagenet(root, form, paths, stack) -> dict:
 READERS = {"omniglot": _read_omniglot, "cifar100": _read_cifar100, "mini-imagenet": _read_mini_imagenet}
 
 # %% ../../nbs/04_sources.ipynb #adff0fbe
-def _is_picture(file):
-    return file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
-
-
-def _check_inside(place, path):
-    "Refuse a link that leads out of the folder `path`."
-    if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
-        raise AimError(f"{place} is a link out of {path}: refused; copy the pictures into the folder.")
-
-
 def folder_pictures(
     name,  # folder:PATH or folder:PATH@SIZE
 ) -> tuple:
-    "The path, the image size and {(split, class): picture files} of somebody's own images."
+    "The path, the image size and {class: (split, picture files)} of somebody's own images."
     m = re.fullmatch(r"folder:(.+?)(?:@(\d{1,9}))?", name)
     if not m:
         raise AimError(f"{name!r} names no folder; write folder:PATH, or folder:PATH@SIZE for other than 84 pixels.")
@@ -588,20 +555,22 @@ def folder_pictures(
     if not 8 <= side <= 512:
         raise AimError(f"folder images of {side} pixels are not supported; choose 8 to 512, such as folder:PATH@84.")
     classes = {}
-    with disk_errors(path):
+    with file_errors(path, foreign=False):
         for part in PARTS:
             if not (path / part).is_dir():
                 raise AimError(f"{path} has no folder {part!r}; it needs train/CLASS/, val/CLASS/ and test/CLASS/.")
             for folder in sorted(p for p in (path / part).iterdir() if p.is_dir()):
-                _check_inside(folder, path)
-                files = sorted(filter(_is_picture, folder.iterdir()))
+                files = [f for f in folder.iterdir() if f.suffix.lower() in _SUFFIXES and not f.name.startswith(".")]
+                for place in (folder, *filter(Path.is_symlink, files)):
+                    if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
+                        raise AimError(f"{place} is a link out of {path}: refused; copy the pictures into the folder.")
                 for file in files:
-                    if file.is_symlink():
-                        _check_inside(file, path)
                     check_file(file, BIG["file"])
+                if files and folder.name in classes:
+                    raise AimError(f"{path}: class {folder.name!r} stands in two of the splits; they must be disjoint.")
                 if files:
-                    classes[part, folder.name] = files
-            if not any(split == part for split, _ in classes):
+                    classes[folder.name] = part, sorted(files)
+            if not any(split == part for split, _ in classes.values()):
                 raise AimError(f"{path / part} holds no pictures; put them into {part}/CLASS/ as .png or .jpg.")
     return path, side, classes
 
@@ -612,12 +581,8 @@ def _square(file, side):
 
 def read_folder(name) -> dict:
     "Anyone's own images."
-    path, side, files = folder_pictures(name)
-    classes = {}  # name -> (split, files)
-    for (part, name), pictures in sorted(files.items(), key=lambda item: item[0][1]):
-        if name in classes:
-            raise AimError(f"{path}: class {name!r} stands in two of train/ val/ test/; classes must be disjoint.")
-        classes[name] = part, pictures
+    path, side, classes = folder_pictures(name)
+    classes = dict(sorted(classes.items()))
     counts = [len(pictures) for _, pictures in classes.values()]
     return dict(
         images=(np.stack([_square(f, side) for f in pictures]) for _, pictures in classes.values()),
@@ -625,7 +590,6 @@ def read_folder(name) -> dict:
         split=_last_are_test(counts, 1 / 4),
         class_names=list(classes),
         splits={part: [i for i, (own, _) in enumerate(classes.values()) if own == part] for part in PARTS},
-        image_split="of each class the last quarter are test images",
         checksum="Own images.",
         source=f"pictures below {path}",
     )

@@ -244,8 +244,8 @@ def check_images(run):
         names = {part: [bank.class_names[c] for c in bank.classes(part)] for part in PARTS}
     elif s["dataset"].startswith("folder:"):
         files = folder_pictures(s["dataset"])[2]
-        rows = {part: [pictures for (p, _), pictures in files.items() if p == part] for part in PARTS}
-        names = {part: [name for p, name in files if p == part] for part in PARTS}
+        rows = {part: [pictures for p, pictures in files.values() if p == part] for part in PARTS}
+        names = {part: [name for name, (p, _) in files.items() if p == part] for part in PARTS}
     else:
         return
     for part in PARTS:
