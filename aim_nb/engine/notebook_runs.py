@@ -148,7 +148,9 @@ def check_values(
             for switch in parse_switches(value):
                 own = next((n for n in (switch, f"{switch}s") if n in values), None)  # 21 has `decisions`
                 if own:
-                    raise AimError(f"switches={value!r} sets {switch}, which is a parameter of its own: -p {own} VALUE.")
+                    raise AimError(
+                        f"switches={value!r} sets {switch}, which is a parameter of its own: -p {own} VALUE."
+                    )
         elif name == "dataset" and re.match("folder:.", str(value)):
             continue  # its pictures are counted by `check_data`
         elif name in single:
