@@ -233,7 +233,7 @@ REFUSED = [
     ("30_continual", ("steps", "-5"), "at least 1"),
     ("30_continual", ("rates", "9"), "1 to 7"),
     ("20_fewshot", ("seeds", "0,1,1"), "none twice"),
-    ("20_fewshot", ("mask", "none"), "choose one of attended, fixed, random"),
+    ("20_fewshot", ("switches", "mask=none"), "choose one of attended, fixed, random"),
     ("30_continual", ("seeds", "0,0"), "none twice"),
     ("30_continual", ("rates", ""), "rates should be a whole number"),
     ("30_continual", ("preset", "mine"), "choose one of ours, release, paper"),

@@ -175,25 +175,40 @@ def checked(page, wrong):
     assert not wrong
 
 
-def move(page, slider):
-    "Press the arrow key on a slider; numbers and picture of its cell before and after."
+def see(page):
+    "Numbers and picture of the cell with the controls."
     cell = page.locator(".jp-CodeCell", has=page.locator(".noUi-handle"))
+    return cell.locator(".jp-OutputArea").first.inner_text(), cell.locator("img").last.get_attribute("src")
 
-    def see():
-        return (cell.locator(".jp-OutputArea").first.inner_text(), cell.locator("img").last.get_attribute("src"))
 
-    handle = cell.locator(".noUi-handle").nth(slider)
-    handle.scroll_into_view_if_needed()
-    before = see()
-    handle.focus()
-    page.keyboard.press("ArrowRight")
+def wait_for_change(page, before):
+    "What the cell with the controls shows once its numbers and its picture differ from `before`."
+    images = page.locator(".jp-CodeCell", has=page.locator(".noUi-handle")).locator("img")
     wait_until(
         page,
-        lambda: cell.locator("img").count() and all(a != b for a, b in zip(before, see())),
+        lambda: images.count() and all(a != b for a, b in zip(before, see(page))),
         PATIENCE,
-        "a change after the slider was moved",
+        "a change after a control was used",
     )
-    return before, see()
+    return see(page)
+
+
+def move(page, slider):
+    "Press the arrow key on a slider; numbers and picture of its cell before and after."
+    handle = page.locator(".jp-CodeCell .noUi-handle").nth(slider)
+    handle.scroll_into_view_if_needed()
+    before = see(page)
+    handle.focus()
+    page.keyboard.press("ArrowRight")
+    return before, wait_for_change(page, before)
+
+
+def choose(page, label, option):
+    "Choose from the list called `label`; numbers and picture of its cell before and after."
+    choices = page.locator(".jp-CodeCell .widget-dropdown", has_text=label).locator("select")
+    before = see(page)
+    choices.select_option(index=option)
+    return before, wait_for_change(page, before)
 
 
 def save(page, path):
@@ -223,14 +238,17 @@ def test_aim_page_runs_and_its_slider_moves_the_picture(browser, lab):
     page.close()
 
 
-def test_explorer_answers_its_sliders(browser, lab):
+def test_explorer_answers_its_controls(browser, lab):
     page, wrong = open_notebook(browser, lab, "40_explore.ipynb")
     run_all(page, lab, "40_explore.ipynb")
     checked(page, wrong)
-    (one, _), (two, _) = move(page, 0)  # another class
+    (one, _), (two, _) = choose(page, "class", 1)
     assert "probability of its class" in one and "without mechanism" not in two
-    (_, _), (three, _) = move(page, 2)  # a mechanism is silenced
-    assert "without mechanism 0" in three
+    move(page, 0)  # another image
+    (_, _), (three, _) = choose(page, "silence", 1)
+    assert "without mechanism" in three
+    (_, _), (four, _) = move(page, 0)
+    assert "without mechanism" not in four, "another image has other active mechanisms to choose from"
     checked(page, wrong)
     page.close()
 

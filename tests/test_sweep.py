@@ -81,11 +81,11 @@ def keys_asked_by(stem, changes, monkeypatch):
 
 
 SETS = [
-    ("20_fewshot", dict(seeds="0,1", budget="paper@700", aim_update="episode")),
+    ("20_fewshot", dict(seeds="0,1", budget="paper@700", switches="aim_update=episode")),
     ("20_fewshot", dict(backbone="wrn-28-10", K=4, l=0, shots="5", steps=77, decision="soft-test")),
     ("21_fewshot_ablation", dict(shots="1,5", K_values="1,8", budget="paper")),
-    ("20_fewshot", dict(methods="sib+linear,sib+aim", mask="fixed", budget="smoke")),
-    ("21_fewshot_ablation", dict(mask="random", decisions="hard", l_values="0,2", budget="smoke")),
+    ("20_fewshot", dict(methods="sib+linear,sib+aim", switches="mask=fixed,sib_steps=5", budget="smoke")),
+    ("21_fewshot_ablation", dict(switches="mask=random", decisions="hard", l_values="0,2", budget="smoke")),
     ("30_continual", dict(seeds="0,1", runs=4, switches="order=second", budget="paper@50")),
     (
         "30_continual",
@@ -194,9 +194,12 @@ BAD = [
     ('notebook = "20_fewshot"\ndataset = "folder:"', "folder:PATH"),
     ('notebook = "31_continual_activation"\nmethods = "oml"', "choose one of oml+aim"),
     ('notebook = "20_fewshot"\nseeds = [0, 1, 0]', "none twice"),
-    ('notebook = "20_fewshot"\nmask = "none"', "choose one of attended, fixed, random"),
-    ('notebook = "20_fewshot"\nmask = "fixed"\ndecision = "soft"', "mask='attended'"),
-    ('notebook = "21_fewshot_ablation"\nmask = "random"', "mask='attended'"),
+    ('notebook = "20_fewshot"\nswitches = "mask=none"', "choose one of attended, fixed, random"),
+    ('notebook = "20_fewshot"\nswitches = "norm=affine"', "choose one of aim_update"),
+    ('notebook = "20_fewshot"\nswitches = "decision=soft"', "a parameter of its own"),
+    ('notebook = "20_fewshot"\nswitches = "mask=fixed"\ndecision = "soft"', "mask='attended'"),
+    ('notebook = "21_fewshot_ablation"\nswitches = "mask=random"', "mask='attended'"),
+    ('notebook = "21_fewshot_ablation"\nswitches = "decision=soft"', "decisions"),
     ('notebook = "30_continual"\nseeds = "1,1"', "none twice"),
     ('notebook = "30_continual"\npreset = "mine"', "choose one of ours, release, paper"),
     ('notebook = "30_continual"\nswitches = ["", "gates=raw"]', "did you mean gate?"),

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['check_rows', 'Episode', 'draw_episode', 'draw_episodes', 'Trajectory', 'draw_trajectory', 'MetaBatch',
-           'draw_meta_batch', 'normaliser', 'Policy', 'augment', 'policy', 'train_view', 'eval_view', 'input_shape']
+           'draw_meta_batch', 'to_float', 'normaliser', 'normalise', 'Policy', 'augment', 'policy', 'train_view',
+           'eval_view', 'input_shape']
 
 # %% ../../nbs/07_tasks.ipynb #8e5fd69a
 from typing import NamedTuple
@@ -148,7 +149,7 @@ def draw_meta_batch(
     return MetaBatch(classes, learnt, np.repeat(classes, inner), outer, outer_labels)
 
 # %% ../../nbs/07_tasks.ipynb #605b3f62
-def _to_float(images) -> torch.Tensor:
+def to_float(images) -> torch.Tensor:
     "Bytes (B, H, W, C), array or tensor, as floats in 0..1, channels first."
     x = images if torch.is_tensor(images) else torch.from_numpy(np.array(images))  # a copy: memory maps are read-only
     if x.dtype != torch.uint8 or x.ndim != 4:
@@ -195,7 +196,7 @@ def normaliser(
     return torch.tensor(mean, dtype=torch.float32), torch.tensor(variance**0.5, dtype=torch.float32)
 
 
-def _normalise(x, norm):
+def normalise(x, norm):
     "Images (B, C, H, W) minus their mean, over their standard deviation; three channels of `norm` make three of grey."
     mean, sd = (v.view(-1, 1, 1).to(x) for v in norm)
     return (x - mean) / sd
@@ -286,7 +287,7 @@ def train_view(
     generator,  # torch generator (None: torch's own)
 ) -> torch.Tensor:
     "Training images: varied, then normalised."
-    return _normalise(augment(_to_float(images), generator, policy), norm)
+    return normalise(augment(to_float(images), generator, policy), norm)
 
 
 def eval_view(
@@ -295,11 +296,11 @@ def eval_view(
     policy=Policy(),  # only its `size` is used
 ) -> torch.Tensor:
     "Evaluation images: the middle, normalised."
-    x = _to_float(images)
+    x = to_float(images)
     if policy.size:
         top, left = (round((n - policy.size) / 2) for n in x.shape[-2:])
         x = x[..., top : top + policy.size, left : left + policy.size]
-    return _normalise(x, norm)
+    return normalise(x, norm)
 
 
 def input_shape(

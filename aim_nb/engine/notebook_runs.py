@@ -128,9 +128,10 @@ def check_values(
             read_seeds(value)
         elif name == "switches":
             for switch in parse_switches(value):
-                if switch in values:
+                own = next((n for n in (switch, f"{switch}s") if n in values), None)  # 21 has `decisions`
+                if own:
                     raise AimError(
-                        f"switches={value!r} sets {switch}, which is a parameter of its own: -p {switch} VALUE."
+                        f"switches={value!r} sets {switch}, which is a parameter of its own: -p {own} VALUE."
                     )
         elif name == "dataset" and re.match("folder:.", str(value)):
             continue  # its pictures are counted by `check_data`

@@ -11,7 +11,7 @@ from statistics import median
 from typing import NamedTuple
 from ..aim import check_choices, check_sizes
 from ..backbones import check_precision
-from ..config import CONTINUAL_METHODS, SWITCHES, Budget, Protocol, budget, parse_switches, preset, preset_size
+from ..config import CONTINUAL_METHODS, Budget, Protocol, budget, parse_switches, preset, preset_size
 from aim_nb.core import (
     AimError,
     check_choice,
@@ -146,9 +146,21 @@ def _seeds(parameters):
     return read_seeds(parameters["seeds"] if "seeds" in parameters else parameters["seed"])
 
 
+FEWSHOT_SWITCHES = ("aim_update", "adapt", "gate", "select", "mask", "sib_steps", "heatmap")
+
+
+def _fewshot_switches(parameters) -> dict:
+    "The switches that a few-shot notebook is given in one text."
+    switches = parse_switches(parameters.get("switches", ""))
+    for name in switches:
+        check_choice("switches", name, FEWSHOT_SWITCHES)
+    return switches
+
+
 def fewshot_runs(parameters) -> list:
     "Those of `20_fewshot` and of `22_fewshot_activation`, which looks at SIB+AIM alone."
-    common = _pick(parameters, _COMMON) | dict(protocol=_pick(parameters, SWITCHES))
+    protocol = _pick(parameters, ("decision",)) | _fewshot_switches(parameters)
+    common = _pick(parameters, _COMMON) | dict(protocol=protocol)
     return [
         Run("fewshot", common | dict(method=method, n_shot=n_shot, seed=seed))
         for seed in _seeds(parameters)
@@ -159,21 +171,21 @@ def fewshot_runs(parameters) -> list:
 
 def ablation_runs(parameters) -> list:
     "Those of `21_fewshot_ablation`: every K without chance, every l and every decision at K=8, and plain SIB."
-    common = _pick(parameters, _COMMON)
+    common, switches = _pick(parameters, _COMMON), _fewshot_switches(parameters)
     settings = [
         *((K, 0, "hard") for K in numbers(parameters["K_values"])),
         *((8, l, "hard") for l in numbers(parameters["l_values"])),
         *((8, 0, decision) for decision in words(parameters["decisions"])),
     ]
     rows = [
-        dict(method="sib+aim", K=K, l=l, protocol=dict(decision=decision) | _pick(parameters, ("aim_update", "mask")))
+        dict(method="sib+aim", K=K, l=l, protocol=dict(decision=decision) | switches)
         for K, l, decision in dict.fromkeys(settings)
     ]
     return [
         Run("fewshot", common | row | dict(n_shot=n_shot, seed=seed))
         for seed in _seeds(parameters)
         for n_shot in numbers(parameters["shots"])
-        for row in (*rows, dict(method="sib", protocol={}))
+        for row in (*rows, dict(method="sib", protocol=switches))
     ]
 
 
@@ -241,6 +253,8 @@ def runs_of(
         empty = [name for name in LISTS if name in values and not words(values[name])]
         verb = "is" if len(empty) == 1 else "are"
         raise AimError(f"there is nothing to run, since {' and '.join(empty)} {verb} empty; give at least one value.")
+    for run in runs:
+        run.settings["notebook"] = stem
     return [check_run(run) for run in runs]
 
 
@@ -261,9 +275,9 @@ def check_inputs(
             rows = {part: bank.class_rows(part) for part in PARTS}
             names = {part: [bank.class_names[c] for c in bank.classes(part)] for part in PARTS}
         elif s["dataset"].startswith("folder:"):
-            files = folder_pictures(s["dataset"])
-            rows = {part: [pictures for (p, _), pictures in files.items() if p == part] for part in PARTS}
-            names = {part: [name for p, name in files if p == part] for part in PARTS}
+            files = folder_pictures(s["dataset"])[2]
+            rows = {part: [pictures for p, pictures in files.values() if p == part] for part in PARTS}
+            names = {part: [name for name, (p, _) in files.items() if p == part] for part in PARTS}
         else:
             continue
         n_images, n_classes = (s["n_shot"] + s["n_query"], s["n_way"]) if run.task == "fewshot" else (2, 2)

@@ -85,8 +85,8 @@ def make_features(run):
 
 
 def make_record(run):
-    "Make the record or find it."
-    FUNCTIONS[run.task](**run.settings | dict(protocol=Protocol(**run.settings["protocol"])))
+    "The record of a run, made or found."
+    return FUNCTIONS[run.task](**run.settings | dict(protocol=Protocol(**run.settings["protocol"])))
 
 
 def wait_while_busy(function, run, pause=1.0):
