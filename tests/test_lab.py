@@ -139,7 +139,7 @@ def open_notebook(browser, lab, name):
     page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
     page.on("pageerror", lambda e: wrong.append(str(e)))
     page.goto(
-        f"{lab}/lab/workspaces/{Path(name).stem}/tree/{name}"
+        f"{lab}/lab/workspaces/{name.removesuffix('.ipynb').replace('/', '-')}/tree/{name}"
     )  # a workspace of its own: no other notebook in the page
     page.wait_for_selector(".jp-Notebook .jp-Cell")
     return page, wrong
