@@ -119,7 +119,7 @@ def run(
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over, ignoring checkpoints and records.")] = False,
 ):
-    "Run an experiment notebook with papermill, its parameters checked first."
+    "Check the parameters of an experiment notebook, then run it."
     path = find_notebook(notebook)
     known = parameters_of(path)
     values = read_parameters(known, [*parameter, *([f"device={device}"] if device else [])])
@@ -264,12 +264,12 @@ def keep_(
     where: Annotated[
         list[str],
         typer.Argument(
-            metavar="[FIELD=VALUE]...", help="Which records: dataset=glyphs method=sib+aim budget=quick seed=0 ..."
+            metavar="FIELD=VALUE", help="Which records: dataset=glyphs method=sib+aim ... (none: list them)."
         ),
     ] = (),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show them; copy nothing.")] = False,
 ):
-    "Copy records of runs to the committed results; without a filter, list them."
+    "Copy chosen records of runs to the committed results."
     from aim_nb.engine.records import keep, kept_dir, kept_path, read_records, records_dir
 
     filters, records = read_filters(where), read_records(records_dir())
@@ -279,7 +279,7 @@ def keep_(
             raise AimError(f"no record has a field {name!r}{did_you_mean(name, fields)}.")
     found = read_records(records_dir(), **filters)
     if not found:
-        which = f"fits {' '.join(where)}" if filters else "is there yet"
+        which = f"fits {' '.join(where)}" if filters else "was written yet; run an experiment first"
         raise AimError(f"no record under {shorten(records_dir())} {which}.")
     if filters and not dry_run:
         keep(**filters)
@@ -296,7 +296,7 @@ def report(
     runs: Annotated[bool, typer.Option("--runs", help="Report on runs of your own, not the kept ones.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Show every table and claim in full.")] = False,
 ):
-    "Show what of the paper is reproduced, what differs, and what was not run."
+    "Show what is reproduced, what differs and what was not run."
     require("pandas", "notebooks")
     require("matplotlib", "notebooks")
     from aim_nb.engine.records import kept_dir, read_records, records_dir

@@ -34,8 +34,7 @@ from .pretrain import find_backbone, pretrain_identity
 from .records import field, kept_dir, read_records, record_key, records_dir
 
 # %% auto #0
-__all__ = ['FUNCTIONS', 'LISTS', 'Run', 'runs_of', 'check_inputs', 'expand', 'Item', 'survey', 'time_left', 'overview',
-           'where_from']
+__all__ = ['FUNCTIONS', 'Run', 'runs_of', 'check_inputs', 'expand', 'Item', 'survey', 'overview', 'where_from']
 
 # %% ../../nbs/69_plans.ipynb #ae131515
 FUNCTIONS = {"fewshot": train_fewshot.run_fewshot, "continual": train_continual.run_continual}
@@ -210,6 +209,7 @@ def activation_runs(parameters) -> list:
     return continual_runs(parameters)
 
 
+LISTS = ("shots", "methods", "seeds", "K_values", "l_values", "decisions", "metatest_update")  # comma-separated texts
 EXPAND = {
     "20_fewshot": fewshot_runs,
     "21_fewshot_ablation": ablation_runs,
@@ -256,9 +256,6 @@ def runs_of(
     for run in runs:
         run.settings["notebook"] = stem
     return [check_run(run) for run in runs]
-
-
-LISTS = ("shots", "methods", "seeds", "K_values", "l_values", "decisions", "metatest_update")  # comma-separated texts
 
 
 def check_inputs(
@@ -388,12 +385,6 @@ class Item(NamedTuple):
         seconds = expected_seconds(self.run)
         return None if seconds is None else seconds * (1 - self.step / self.run.budget.steps)
 
-    def needs_backbone(self) -> bool:
-        "Whether a backbone has to be pretrained first."
-        if self.state == "done" or self.run.task != "fewshot":
-            return False
-        return self.state == "no data" or find_backbone(self.run.backbone_identity())[0] is None
-
 
 def survey(
     runs,
@@ -436,11 +427,12 @@ def time_left(items, workers=1) -> list:
         lines.append(f"about {spell(known)} on one core{on_more}, by the kept records of runs like these")
     if n_unknown := left.count(None):
         lines.append(f"no kept record says how long {plural(n_unknown, 'run')} of these would take")
-    if any(item.needs_backbone() for item in items):
+    fewshot = [item for item in items if item.state != "done" and item.run.task == "fewshot"]
+    if any(item.state == "no data" or find_backbone(item.run.backbone_identity())[0] is None for item in fewshot):
         lines.append("before that a backbone is pretrained, which no record times")
     return lines
 
-
+# %% ../../nbs/69_plans.ipynb #d226c8b8
 def overview(
     items,  # of `survey`
     workers=1,
@@ -471,17 +463,19 @@ def where_from(
         return f"{plural(len(runs), 'run')}, computed here (--fresh)"
     items = {item.key: item for item in survey(runs, build=True)}
     n = plural(len(items), "run")
-    own = {record["key"]: record for record in read_records(records_dir()) if record["key"] in items}
-    kept = {record["key"]: record for record in read_records(kept_dir()) if record["key"] in items.keys() - own.keys()}
+    records = {record["key"]: ("results/", record) for record in read_records(kept_dir())}
+    own = "$AIM_RUNS" if os.environ.get("AIM_RUNS") else "runs/"
+    records |= {record["key"]: (own, record) for record in read_records(records_dir())}
     lines = []
-    for place, records in (("results/", kept), ("$AIM_RUNS" if os.environ.get("AIM_RUNS") else "runs/", own)):
-        if records:
-            days = sorted(datetime.fromisoformat(record["created"]) for record in records.values())
+    for place in ("results/", own):
+        found = [records[key][1] for key in items if key in records and records[key][0] == place]
+        if found:
+            days = sorted(datetime.fromisoformat(record["created"]) for record in found)
             first, last = (f"{day:%-d %B %Y}" for day in (days[0], days[-1]))
             when = first if first == last else f"{first} to {last}"
-            commits = {record["commit"] for record in records.values()} - {""}
+            commits = {record["commit"] for record in found} - {""}
             by = f" by commit {min(commits)}" if len(commits) == 1 else f" by {len(commits)} commits" if commits else ""
-            lines.append(f"{len(records)} of {n} read from {place}, made on {when}{by}")
+            lines.append(f"{len(found)} of {n} read from {place}, made on {when}{by}")
     if lines:
         lines[-1] += "; --fresh (AIM_FRESH=1) computes them here"
     if todo := [item for item in items.values() if item.state != "done"]:

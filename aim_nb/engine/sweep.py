@@ -4,19 +4,19 @@
 
 # %% ../../nbs/69_sweep.ipynb #3e434715
 from __future__ import annotations
-import contextlib, fcntl, json, os, socket, time, traceback
+import contextlib, json, os, socket, time, traceback
 from pathlib import Path
 from typing import NamedTuple
 from ..core import AimError, content_key, data_root, pick_device, require, runs_dir, worker_env
 from ..config import Protocol
+from .checkpoints import run_lock
 from .notebook_runs import plural, shorten, spell
 from .plans import FUNCTIONS, Run, check_inputs, expand, overview, survey
 from .pretrain import feature_bank, pretrained_backbone
 from .records import records_dir
 
 # %% auto #0
-__all__ = ['Job', 'missing_jobs', 'sweep_file', 'only_one', 'make_features', 'make_record', 'wait_while_busy', 'in_few_words',
-           'execute_job', 'count_cores', 'local_cluster', 'user_cluster', 'Outcomes', 'outcome_of', 'run_jobs', 'sweep']
+__all__ = ['make_features', 'make_record', 'count_cores', 'sweep']
 
 # %% ../../nbs/69_sweep.ipynb #110a38aa
 class Job(NamedTuple):
@@ -61,20 +61,6 @@ def missing_jobs(
     return list(jobs.values())
 
 # %% ../../nbs/69_sweep.ipynb #549f1de4
-def sweep_file(key, kind) -> Path:
-    return runs_dir() / "sweep" / f"{key}.{kind}"
-
-
-@contextlib.contextmanager
-def only_one(key):
-    "Be the only process, on all machines that share the disk, that works on `key`; wait for it if need be."
-    path = sweep_file(key, "lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
 def make_features(run):
     "Train the backbone or find it, and compute the features."
     s, views, bank = run.arguments, run.budget.views, run.bank()
@@ -85,8 +71,17 @@ def make_features(run):
 
 
 def make_record(run):
-    "The record of a run, made or found."
-    return FUNCTIONS[run.task](**run.settings | dict(protocol=Protocol(**run.settings["protocol"])))
+    "Make the record or find it."
+    FUNCTIONS[run.task](**run.settings | dict(protocol=Protocol(**run.settings["protocol"])))
+
+# %% ../../nbs/69_sweep.ipynb #2439bd7e
+def sweep_file(name) -> Path:
+    return runs_dir() / "sweep" / name
+
+
+def only_one(key):
+    "A lock on `key`, which one process at a time can hold on all machines that share the disk; the others wait."
+    return run_lock(sweep_file(key), waiting=f"Waiting for another process that works on {key}.")
 
 
 def wait_while_busy(function, run, pause=1.0):
@@ -118,24 +113,30 @@ def execute_job(
     torch.set_num_threads(1)
     job, start = json.loads(text), time.monotonic()
     function = make_features if job["is_features"] else make_record
-    with only_one(job["key"]), open(sweep_file(job["key"], "log"), "a", buffering=1) as log:
+    log_path = sweep_file(f"{job['key']}.log")
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(log_path, "a", buffering=1) as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+        only_one(job["key"]),
+    ):
         for _ in range(retries + 1):
-            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()} on {socket.gethostname()}")
-                try:
-                    wait_while_busy(function, Run(**job["run"]))
-                    error = ""
-                    break
-                except Exception as e:
-                    traceback.print_exc()
-                    error = in_few_words(e)
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()} on {socket.gethostname()}")
+            try:
+                wait_while_busy(function, Run(**job["run"]))
+                error = ""
+                break
+            except Exception as e:
+                traceback.print_exc()
+                error = in_few_words(e)
     return dict(seconds=time.monotonic() - start, error=error)
 
 # %% ../../nbs/69_sweep.ipynb #2b1007c4
 def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
-
+# %% ../../nbs/69_sweep.ipynb #d3a678ca
 @contextlib.contextmanager
 def local_cluster(workers):
     "A client of processes on this machine."
@@ -231,7 +232,7 @@ def outcome_of(
     future,  # of the job, settled
 ) -> tuple:  # seconds, error
     "What came of a job, by dask and by the record that it should have written."
-    log = f"(log: {shorten(sweep_file(job.key, 'log'))})"
+    log = f"(log: {shorten(sweep_file(f'{job.key}.log'))})"
     if future.status == "finished":
         seconds, error = future.result()["seconds"], future.result()["error"]
         if not error and not job.is_features and survey([job.run])[0].state != "done":
@@ -270,7 +271,7 @@ def run_jobs(client, jobs, retries, tell, every) -> Outcomes:
                     tell(outcomes.line())
     return outcomes
 
-
+# %% ../../nbs/69_sweep.ipynb #08a246fe
 def sweep(
     plan,  # a path, or a name in plans/
     scheduler="",  # address of the user's own (default: processes on this machine)
