@@ -118,8 +118,7 @@ def _against_oml(cells) -> str:
 def _against_unit(cells) -> str:
     found = [text for preset in ("ours", "release") if (text := _gain(cells, "oml+unit", preset))]
     trial = (
-        _TRIAL
-        + "a unit-length output without any mechanisms gave the paper's curve under the authors' protocol after "
+        _TRIAL + "a unit-length output without any mechanisms gave the paper's curve under the authors' protocol after "
         "3,000 steps (83 % of 600 classes), and 62 % on held-out classes: more than OML+AIM and plain OML."
     )
     return " ".join(found) or trial
