@@ -98,10 +98,12 @@ def _gain(cells, other, preset) -> str:
     for n in dict.fromkeys([100, pairs.index[-1]]):
         if n in pairs.index:
             gain, interval = pairs["value"][n], 1.96 * pairs.se[n]
-            verb = "leads" if gain > 0 else "trails"
-            text = f"{verb} {method_label(other)} by {abs(gain):.1f} ± {interval:.1f} points"
+            verb = f"{'leads' if gain > 0 else 'trails'} {method_label(other)} by"
+            text = f"{verb} {abs(gain):.1f} ± {interval:.1f} points"
             if abs(gain) <= interval:
                 text = f"cannot be told from {method_label(other)} ({gain:+.1f} ± {interval:.1f} points)"
+            if phrases and phrases[0].startswith(verb):
+                text = text.replace(verb, "by")
             phrases.append(f"{text} after {n} classes")
     where = "Under the authors' switches" if preset == "release" else "Trained and tested alike"
     return f"{where}, OML+AIM {' and '.join(phrases)} ({_effort(pairs.iloc[-1])})."
@@ -152,7 +154,7 @@ def _baseline(rows) -> str:
         if len(line) and np.allclose(line.ours, 100 / line.index.to_numpy(float), atol=0.2):
             dead.append(method_label(method))
     said = (
-        f"{' and '.join(dead)} end at exactly 100/n"
+        f"{' and '.join(dead)} had exactly 100/n"
         if dead
         else "plain OML and OML+Linear died within 500 steps of a trial"
     )
