@@ -18,7 +18,7 @@ from aim_nb.cli import app
 from aim_nb.engine import notebook_runs
 
 ROOT = Path(__file__).resolve().parent.parent
-EXPERIMENTS = sorted(p for p in (ROOT / "nbs").glob("[23][0-9]_*.ipynb"))
+EXPERIMENTS = sorted(p for p in (ROOT / "nbs").glob("[23][0-9]_*.ipynb") if "budget" in notebook_runs.parameters_of(p))
 KERNEL = {"name": "python3", "display_name": "python3", "language": "python"}
 PARAMETERS = 'dataset = "glyphs"  # what to learn\nsteps = 3  # of training\nwait = 0.0  # seconds'
 

@@ -17,7 +17,7 @@ from aim_nb.engine.notebook_runs import parameters_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(p for p in (ROOT / "nbs").glob("*.ipynb"))
-EXPERIMENTS = [p for p in NOTEBOOKS if re.match(r"[23]\d_", p.name)]
+EXPERIMENTS = [p for p in NOTEBOOKS if re.match(r"[23]\d_", p.name) and "budget" in parameters_of(p)]
 KERNEL = {"name": "python3", "display_name": "python3", "language": "python"}
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 each_experiment = pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from aim_nb.engine.notebook_runs import parameters_of
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-EXPERIMENTS = sorted((ROOT / "nbs").glob("[23][0-9]_*.ipynb"))
+EXPERIMENTS = [p for p in sorted((ROOT / "nbs").glob("[23][0-9]_*.ipynb")) if "budget" in parameters_of(p)]
 TABLES = {f"{t}_glyphs_conv4.csv" for t in ("few-shot", "soft_hard", "sto_count", "active_mech")} | {
     "continualz_glyphs.csv",
     "activation.csv",
@@ -31,7 +33,6 @@ FIGURES = {
 
 def test_every_experiment_gets_dataset_budget_and_the_papers_shots():
     from reproduce import values
-    from aim_nb.engine.notebook_runs import parameters_of
 
     for path in EXPERIMENTS:
         asked = values(path, "glyphs", "smoke", parameters_of(path))

@@ -67,7 +67,7 @@ def main():
     parser.add_argument("dataset", help="omniglot, cifar-fs, mini-imagenet or glyphs")
     parser.add_argument("budget", help="smoke, quick, paper or paper@N")
     args = parser.parse_args()
-    from aim_nb.engine.notebook_runs import check_values, spell
+    from aim_nb.engine.notebook_runs import check_values, parameters_of, spell
     from aim_nb.core import AimError, runs_dir
     from aim_nb.report.tables import report_text
     from aim_nb.engine.records import kept_dir, read_records, records_dir
@@ -77,7 +77,8 @@ def main():
     except AimError as e:
         sys.exit(f"reproduce: {e}")
     began = time.time()
-    failed = run(sorted((ROOT / "nbs").glob("[23][0-9]_*.ipynb")), args.dataset, args.budget)
+    experiments = [p for p in sorted((ROOT / "nbs").glob("[23][0-9]_*.ipynb")) if "budget" in parameters_of(p)]
+    failed = run(experiments, args.dataset, args.budget)
     records = read_records(
         kept_dir(), records_dir(), budget=args.budget, dataset={args.dataset, CONTINUAL.get(args.dataset, args.dataset)}
     )
