@@ -5,7 +5,6 @@
 # %% ../nbs/00_core.ipynb #9e9a1608
 from __future__ import annotations
 import contextlib, ctypes, difflib, functools, hashlib, json, os, re, shutil, subprocess, sys, tempfile
-from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from pathlib import Path
 __all__ = ['LARGE_PAGES', 'AimError', 'did_you_mean', 'check_choice', 'words', 'numbers', 'read_seeds', 'find_clone',
            'project_root', 'how_to_install', 'runs_dir', 'data_root', 'in_test', 'remove_if_abandoned', 'atomic_file',
            'atomic_write', 'atomic_dir', 'content_key', 'key_seed', 'torch_rng', 'numpy_rng', 'worker_env',
-           'use_threads', 'threads', 'share_out', 'keep_memory', 'check_device', 'pick_device', 'progress']
+           'use_threads', 'threads', 'keep_memory', 'check_device', 'pick_device', 'progress']
 
 # %% ../nbs/00_core.ipynb #80ecbd96
 class AimError(ValueError):
@@ -257,26 +256,6 @@ def threads(n):
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@functools.cache
-def _crew(n, process):
-    import torch
-
-    # `process` is part of the cache's key, because a forked process has none of its parent's threads
-    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
-
-
-def share_out(
-    fn,
-    jobs,  # the arguments of each call, a list of tuples
-    n=1,  # cores
-) -> list:
-    "The results of `fn` for every job, in order; each job runs on one core."
-    if n < 2:
-        return [fn(*job) for job in jobs]
-    shares = list(_crew(n, os.getpid()).map(lambda k: [fn(*job) for job in jobs[k::n]], range(n)))
-    return [shares[i % n][i // n] for i in range(len(jobs))]
 
 # %% ../nbs/00_core.ipynb #10dc8679
 @functools.cache

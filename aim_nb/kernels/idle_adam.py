@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.optim.adam import adam as torch_adam
 from ..aim import AIM, LinearTwin, mix, unit, unit_grad
 from ..core import check_choice
-from .fastweights import FastP, FastTail, attention_grads, logit_gradient
+from .chain import attention_gradients
+from .fastweights import FastP, FastTail, logit_gradient
 
 # %% auto #0
 __all__ = ['BETA1', 'BETA2', 'EPS', 'idle_measure', 'gauss_rule', 'catch_up', 'AdamTensors', 'AdamLinear', 'AdamAIM', 'AdamTail',
@@ -209,7 +210,7 @@ class AdamAIM:
             g = unit_grad(g, self.y, self.length)
         gradients, values = self.tensors.gradients, self.tensors.values
         dscore = self.products @ g
-        dk, dq = attention_grads(self.aim, self.k[None], self.q[self.active], self.a[None], dscore[None])
+        dk, dq = attention_gradients(self.aim, self.k[None], self.q[self.active], self.a[None], dscore[None])
         for name in ("aim.h", "aim.W_Q"):
             gradients[name][self.with_gradient] = 0.0
         gradients["aim.h"][self.active] = torch.bmm(values["aim.W_Q"][self.active], dq[:, :, None])[:, :, 0]
