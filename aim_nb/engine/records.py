@@ -20,6 +20,7 @@ import torch
 from .. import __version__
 from ..config import CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, Budget, Protocol
 from ..core import AimError, atomic_write, content_key, project_root, runs_dir
+from .loop import wants_fresh
 
 # %% auto #0
 __all__ = ['FORMAT', 'IDENTITY', 'OUTCOME', 'CIRCUMSTANCES', 'record_key', 'record_seal', 'sealed', 'code_commit', 'versions',
@@ -281,9 +282,14 @@ def read_records(
     return list(found.values())
 
 
-def find_record(identity) -> dict | None:
+def find_record(
+    identity,
+    fresh=False,  # True: answer it again, so nothing is found; None: what $AIM_FRESH says
+) -> dict | None:
     "The finished run that answers this question, among the runs and, after them, the kept records."
     key = record_key(identity)
+    if wants_fresh(fresh, f"record {key}"):
+        return None
     return next((r for r in read_records(kept_dir(), records_dir()) if r["key"] == key), None)
 
 # %% ../../nbs/60_records.ipynb #b56ac2b8

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from ..aim import AIM, Identity, check_sizes, check_soft, count_parameters, linear_twin, random_masks
 from ..data.banks import open_bank
-from .checkpoints import log_path, read_log, run_checkpoints, save_tensors, stack_log
-from ..core import AimError, check_choice, content_key, key_seed, pick_device, threads, torch_rng
+from .checkpoints import log_path, read_log, run_checkpoints, save_tensors, saved_weights, stack_log
+from ..core import AimError, check_choice, key_seed, pick_device, threads, torch_rng
 from ..config import Budget, FEWSHOT_METHODS, Protocol
 from ..config import budget as named_budget
 from .evaluate import evaluate, pack_hits
 from ..kernels.episodes import fast_training_step
-from .loop import load_best, load_module, module_tensors, run_loop, wants_fresh
+from .loop import load_best, load_module, module_tensors, run_loop
 from ..paper import hyperparameters as hyper
 from .pretrain import feature_bank, features_from_arrays, pretrained_backbone
 from .records import find_record, new_record, save_record
@@ -237,16 +237,6 @@ class FewshotTrainee:
         for i in range(first, first + count):  # version 0.1 saved the state at the start of a block of episodes
             self.step(i)
 
-    def validate(self, n):  # until the loop calls `evaluate`, `state_dict`, `load_state_dict`
-        return self.evaluate(n)
-
-    def tensors(self):
-        return self.state_dict()
-
-    def load(self, tensors):
-        self.load_state_dict(tensors)
-
-
 def up_to_date(tensors) -> dict:
     "The tensors of a checkpoint; version 0.1 held h and W_Q as coordinates in the basis of W_Q's columns and h."
     if "frame.0" not in tensors:
@@ -451,7 +441,7 @@ def run_fewshot(
     name = backbone if pretrained is None else f"own-{pretrained[1]['sha']}"
     others = dict(n_shot=n_shot, n_way=n_way, n_query=n_query, backbone_seed=backbone_seed, d_out=d_out, views=b.views)
     identity = fewshot_identity(dataset, method, seed, b, protocol, bank.sha, name, M, K, l, **others)
-    if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)):
+    if found := find_record(identity, fresh):
         return found
 
     net, info = pretrained or pretrained_backbone(bank, backbone, b, seed=backbone_seed, device=device)
@@ -505,12 +495,7 @@ def load_fewshot(
 ) -> tuple:
     "Layer and head of a finished run, from its checkpoints."
     q, m, protocol = record["parameters"], record["metrics"], Protocol(**record["protocol"])
-    ck = training_checkpoints(record)
-    best = check_choice("which", which, ("best", "last")) == "best"
-    step = m["best_step"] if best else record["history"][-1]["step"]
-    saved = ck.weights(step) or ck.shipped()
-    if saved is None or saved.step != step:
-        raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
+    saved = saved_weights(training_checkpoints(record), record, which)
     layer = make_layer(record["method"], m["d_in"], q["d_out"], q.get("M", 32), q.get("K", 8), q.get("l", 0), protocol)
     head = SIBHead(layer.d_out, q["n_way"], protocol.sib_steps)
     for module, prefix in ((layer, "layer."), (head, "head.")):
