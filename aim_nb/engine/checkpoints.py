@@ -19,9 +19,8 @@ from safetensors.torch import save as safetensors_bytes
 from ..core import AimError, atomic_file, check_choice, content_key, remove_if_abandoned, runs_dir
 
 # %% auto #0
-__all__ = ['FORMAT', 'SHIPPED', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'run_lock',
-           'remove_stale_parts', 'Saved', 'read_saved', 'Checkpoints', 'saved_weights', 'shipped_record',
-           'run_checkpoints', 'log_path', 'read_log', 'stack_log']
+__all__ = ['SHIPPED', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'run_lock', 'remove_stale_parts', 'Saved',
+           'Checkpoints', 'saved_weights', 'shipped_record', 'run_checkpoints', 'log_path', 'read_log', 'stack_log']
 
 # %% ../../nbs/61_checkpoints.ipynb #ba9cc453
 FORMAT = 1  # raised when a file written today could be misread tomorrow
@@ -31,7 +30,7 @@ def _raw(t):
     "The bytes of a tensor in row-major order, whatever its layout in memory."
     return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
-
+# %% ../../nbs/61_checkpoints.ipynb #7b7d96f7
 def tensors_sha(tensors) -> str:
     "A checksum of names, types, shapes and bytes: equal tensors have equal ones."
     h = hashlib.sha256()
@@ -160,7 +159,7 @@ class Saved(NamedTuple):
     tensors: dict  # everything the run needs to go on
     meta: dict  # whatever the run wanted to remember
 
-
+# %% ../../nbs/61_checkpoints.ipynb #9343abde
 def read_saved(
     path,  # a file written by `Checkpoints`
     identity,  # the run it must belong to

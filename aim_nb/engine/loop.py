@@ -15,8 +15,8 @@ import torch
 from ..core import AimError, keep_memory, progress
 
 # %% auto #0
-__all__ = ['Trainee', 'History', 'read_history', 'Window', 'interrupts', 'wants_fresh', 'module_tensors', 'load_module',
-           'optimizer_tensors', 'load_optimizer', 'Run', 'run_loop', 'load_best']
+__all__ = ['Trainee', 'History', 'Window', 'interrupts', 'wants_fresh', 'module_tensors', 'load_module', 'optimizer_tensors',
+           'load_optimizer', 'Run', 'run_loop', 'load_best']
 
 # %% ../../nbs/62_loop.ipynb #eac08f53
 class Trainee:

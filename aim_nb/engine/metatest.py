@@ -26,12 +26,9 @@ from .checkpoints import tensors_sha
 from ..kernels.idle_adam import AdamP, AdamTail
 
 # %% auto #0
-__all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'LADDER', 'AUTHORS_RATES', 'POINTS', 'VAL_CLASSES', 'Outcome', 'class_accuracy',
-           'accuracies_after', 'fresh_head', 'freezes_reduce', 'PlainLearner', 'follow', 'metatest_reference',
-           'FeatureCache', 'network_inputs', 'row_masks', 'Heads', 'run_heads', 'TailLearner', 'ANMLLearner',
-           'same_images', 'banners', 'metatest_rows', 'points', 'pick_rates', 'best_mean', 'best_mode', 'next_rate',
-           'Store', 'evaluating', 'MetaTest', 'forgetting', 'summary', 'learning_metrics', 'means_metrics', 'metatest',
-           'validate_continual', 'mechanism_use']
+__all__ = ['VAL_CLASSES', 'Outcome', 'PlainLearner', 'metatest_reference', 'network_inputs', 'row_masks', 'Heads', 'TailLearner',
+           'ANMLLearner', 'same_images', 'banners', 'pick_rates', 'Store', 'evaluating', 'MetaTest', 'forgetting',
+           'metatest', 'validate_continual', 'mechanism_use']
 
 # %% ../../nbs/66_metatest.ipynb #58179e35
 class Outcome(NamedTuple):
@@ -47,7 +44,7 @@ class Outcome(NamedTuple):
         train, test, by_age = zip(*points)
         return cls(list(train), list(test), by_age[-1])
 
-
+# %% ../../nbs/66_metatest.ipynb #0fd4f997
 def class_accuracy(
     logits,  # rows -> (rows, n_out)
     rows,  # (classes, images)
@@ -84,7 +81,7 @@ def freezes_reduce(net, fast_set) -> bool:
     "Whether the reduce layer stands still at meta-test: in the authors' ANML it does."
     return isinstance(net, ANML) and fast_set == "release"
 
-
+# %% ../../nbs/66_metatest.ipynb #54aa907c
 class PlainLearner:
     "A copy of a network with a fresh output layer that learns image by image."
 
@@ -119,7 +116,7 @@ class PlainLearner:
     def logits(self, rows):
         return self.net(self.images(rows))
 
-
+# %% ../../nbs/66_metatest.ipynb #0301e989
 def follow(
     learner,  # has learn(row, label) and logits(rows)
     trajectory,
@@ -135,7 +132,7 @@ def follow(
             points.append(accuracies_after(i + 1, trajectory, learner.logits))
     return Outcome.of(points)
 
-
+# %% ../../nbs/66_metatest.ipynb #92c669b5
 def metatest_reference(net, images, trajectory, lr, ns, head, update="head", fast_set="paper") -> tuple:
     "One trajectory, the plain way: (Outcome, the network at its end)."
     learner = PlainLearner(net, images, lr, head, update, fast_set)
@@ -173,7 +170,7 @@ class FeatureCache:
             self.need(rows)
         return self.vectors[torch.as_tensor(self.at[rows])]
 
-
+# %% ../../nbs/66_metatest.ipynb #c0c5b922
 def network_inputs(bank, rows, norm):
     "Rows of a bank as a network takes them: normalised images, or the vectors of a bank of features."
     values = bank.images[np.asarray(rows)]
@@ -224,7 +221,7 @@ class Heads:
         "Those of trajectory `g` for vectors x (B, d)."
         return x @ self.W[g].T + self.b[g]
 
-
+# %% ../../nbs/66_metatest.ipynb #fa1c2720
 def run_heads(
     cache,  # FeatureCache of the inputs of the output layer
     trajectories,
@@ -324,7 +321,7 @@ RATE_BANNER = (
     "The accuracies are too high; do not compare them with those of rates chosen without test images."
 )
 
-
+# %% ../../nbs/66_metatest.ipynb #0a2617b0
 def same_images(protocol, dataset) -> bool:
     "Whether a protocol, by its name, asks about the images learnt from: the authors', on Omniglot alone."
     return protocol == "release" and dataset == "omniglot"
@@ -339,7 +336,7 @@ def banners(protocol, dataset) -> list:
         said.append(RATE_BANNER)
     return said
 
-
+# %% ../../nbs/66_metatest.ipynb #d5fa139f
 def metatest_rows(
     bank,
     protocol="heldout",  # heldout | release (differs on omniglot alone) | leak (as heldout)
@@ -373,7 +370,7 @@ def points(
     own = tuple(n for n in POINTS.get(name, ()) if n <= most)
     return own or tuple(int(n) for n in np.unique(np.linspace(max(2, most // 8), most, 8).round()))
 
-
+# %% ../../nbs/66_metatest.ipynb #5718d4d7
 def pick_rates(
     n,  # how many
     update="head",  # what moves: head | fast
@@ -666,7 +663,7 @@ def forgetting(by_age) -> float:
     quarter = max(1, len(by_age) // 4)
     return float(np.mean(by_age[-quarter:]) - np.mean(by_age[:quarter]))
 
-
+# %% ../../nbs/66_metatest.ipynb #061be01c
 def summary(ns, train, test, by_age, rates) -> dict:
     "The metrics that every meta-test has; `train` and `test` are runs x points."
     last = test[:, -1]
@@ -716,7 +713,7 @@ def means_metrics(mt: MetaTest, ns, runs) -> dict:
             metrics[name] = [[round(a, 3) for a in run] for run in part.tolist()]
     return metrics
 
-
+# %% ../../nbs/66_metatest.ipynb #d9b58faa
 def metatest(
     net,
     bank,

@@ -41,9 +41,8 @@ from ..kernels.fastweights import anml_loss, oml_loss
 from ..oml import N_OUT, OML, reset_rows
 
 # %% auto #0
-__all__ = ['METATEST', 'MILESTONES', 'relevant', 'nearest_preset', 'make_continual', 'meta_train_rows', 'ContinualTrainee',
-           'died_at', 'continual_identity', 'training_checkpoints', 'continual_budget', 'save_log', 'train_continual',
-           'size_metrics', 'run_continual', 'load_continual']
+__all__ = ['METATEST', 'nearest_preset', 'make_continual', 'ContinualTrainee', 'died_at', 'continual_identity',
+           'training_checkpoints', 'continual_budget', 'save_log', 'train_continual', 'run_continual', 'load_continual']
 
 # %% ../../nbs/65_train_continual.ipynb #0830afb7
 _TRAIN = dict(
@@ -80,7 +79,7 @@ def relevant(
         values["metatest_rate"] = "validation"  # nothing is learnt, so there is no rate
     return Protocol(**values)
 
-
+# %% ../../nbs/65_train_continual.ipynb #867aec16
 def nearest_preset(
     dataset,
     method,
@@ -139,7 +138,7 @@ def meta_train_rows(bank, train_classes="split") -> list:
     rows = bank.class_rows("train") + bank.class_rows("val")
     return rows[:963] if bank.name == "omniglot" else rows
 
-
+# %% ../../nbs/65_train_continual.ipynb #94b99e4d
 class ContinualTrainee:
     "Meta-training of one method on one bank of images, or of feature vectors with a slow network of one's own."
 
@@ -278,6 +277,7 @@ class ContinualTrainee:
         self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
         return int((use["mask"] > 0).any(0).sum())
 
+
 def died_at(history) -> int:
     "The step of the validation at which a network is known to be dead, the second in a row at which it is constant; 0 for a live one."
     rows = [dict(constant=False), *history]
@@ -350,7 +350,7 @@ def save_log(record, trainee):
 # %% ../../nbs/65_train_continual.ipynb #3d5452a1
 MILESTONES = (1000, 2000, 5000, 10_000, 20_000)
 
-
+# %% ../../nbs/65_train_continual.ipynb #70245d37
 def train_continual(trainee, checkpoints, fresh=None, callbacks=(), desc="", stop_if_dead=False):
     "Meta-train to the budget's end, from where it stopped; leaves the weights to be meta-tested in place and returns the history."
     warned = False
@@ -381,7 +381,7 @@ def train_continual(trainee, checkpoints, fresh=None, callbacks=(), desc="", sto
         load_best(trainee, history, checkpoints)
     return history
 
-
+# %% ../../nbs/65_train_continual.ipynb #1f7b84fe
 def size_metrics(trainee, M, K, l) -> dict:
     "Parameters of the network, of its layer and of the whole tail; for a linear layer also those of the tail with AIM that it matches."
     net = trainee.net
@@ -399,7 +399,7 @@ def size_metrics(trainee, M, K, l) -> dict:
         metrics["parameters_tail_aim"] = count_parameters(twin.tail)
     return metrics
 
-
+# %% ../../nbs/65_train_continual.ipynb #ba00f816
 def run_continual(
     dataset="glyphs",  # omniglot | cifar100 | mini-imagenet | glyphs, or folder:PATH
     method="oml+aim",

@@ -15,8 +15,7 @@ from .chain import attention_gradients
 from .fastweights import FastP, FastTail, logit_gradient
 
 # %% auto #0
-__all__ = ['BETA1', 'BETA2', 'EPS', 'idle_measure', 'gauss_rule', 'catch_up', 'AdamTensors', 'AdamLinear', 'AdamAIM', 'AdamTail',
-           'AdamP']
+__all__ = ['gauss_rule', 'catch_up', 'AdamAIM', 'AdamTail', 'AdamP']
 
 # %% ../../nbs/52_idle_adam.ipynb #1d62ba35
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
@@ -31,7 +30,7 @@ def idle_measure(
     c = np.sqrt(1 - BETA2 ** (t + j)) / BETA2 ** (j / 2)
     return c, BETA1**j * c / (1 - BETA1 ** (t + j))
 
-
+# %% ../../nbs/52_idle_adam.ipynb #4979df02
 @functools.lru_cache(200_000)
 def gauss_rule(t, s, nodes=3) -> tuple:
     "Places and weights of the Gauss rule of that measure, by Lanczos: eigenvalues of the tridiagonal matrix T."
