@@ -277,6 +277,7 @@ class ContinualTrainee:
         self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
         return int((use["mask"] > 0).any(0).sum())
 
+
 def died_at(history) -> int:
     "The step of the validation at which a network is known to be dead, the second in a row at which it is constant; 0 for a live one."
     rows = [dict(constant=False), *history]
