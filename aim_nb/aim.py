@@ -173,8 +173,6 @@ def mix(
 class Layer(nn.Module):
     "What may stand between backbone and head."
 
-    threads = 0  # of its wide products in few-shot training (0: as many as there are)
-
     def draw_ranks(self, generator=None, rows=None):
         "The positions of the ranking that a training pass uses, or None for the best K."
         return None

@@ -513,7 +513,7 @@ def test_a_shipped_model_stands_in_for_a_folder_of_another_training(monkeypatch,
     monkeypatch.setenv("AIM_RUNS", str(tmp_path))
     rec = shipped_record("continual")
     tc.training_checkpoints(rec).save_weights(400, {"net.x": torch.ones(1)})
-    assert tc.saved_weights(rec, "best").step == rec["metrics"]["best_step"]
+    assert tc.saved_weights(tc.training_checkpoints(rec), rec, "best").step == rec["metrics"]["best_step"]
 
 
 def test_a_lost_log_costs_no_training(shared):

@@ -5,7 +5,6 @@
 # %% ../../nbs/68_activation.ipynb #81c898ba
 from __future__ import annotations
 import copy
-import re
 from dataclasses import replace
 import numpy as np
 import torch
@@ -14,19 +13,15 @@ from ..core import AimError, check_choice
 from ..data.banks import open_bank
 from . import train_continual
 from .checkpoints import log_path, read_log
-from .loop import wants_fresh
 from .pretrain import feature_bank, pretrained_backbone
-from .records import find_record, new_record, record_key, save_record
+from .records import find_record, new_record, save_record
 from .train_fewshot import load_fewshot, make_layer, run_fewshot
-from ..paper import paper_labels
 
 # %% auto #0
-__all__ = ['ALL', 'SUBSET', 'NUMBERS', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'use_entropy',
-           'class_overlap', 'mean_overlap', 'nearest_classes', 'attention_gap', 'attention_roughness', 'mask_numbers',
-           'activation_numbers', 'bank_of', 'validation_features', 'layer_at', 'slow_attention', 'pack', 'unpack',
-           'picture_arrays', 'activation_record', 'activation_identity', 'fewshot_activation', 'run_with_log',
-           'continual_activation', 'spare_longer', 'restore_log', 'run_continual_with_log', 'number_rows',
-           'read_activation', 'first_last', 'mask_name', 'short_name', 'without', 'Explorer', 'explorer']
+__all__ = ['ALL', 'class_masks', 'shared_mechanisms', 'sparse_mechanisms', 'dead_mechanisms', 'use_entropy', 'class_overlap',
+           'attention_gap', 'attention_roughness', 'mask_numbers', 'bank_of', 'validation_features', 'slow_attention',
+           'unpack', 'activation_record', 'fewshot_activation', 'run_with_log', 'continual_activation',
+           'run_continual_with_log', 'first_last', 'short_name', 'without', 'Explorer', 'explorer']
 
 # %% ../../nbs/68_activation.ipynb #fd4f15df
 def class_masks(
@@ -74,7 +69,7 @@ def class_overlap(mask) -> np.ndarray:  # (C, M)
     p = p / np.maximum(p.sum(1, keepdims=True), 1e-12)
     return np.minimum(p[:, None], p[None]).sum(-1)
 
-
+# %% ../../nbs/68_activation.ipynb #a9e15baa
 def mean_overlap(mask) -> float:  # (C, M)
     "The mean over pairs of different classes."
     o = class_overlap(mask)
@@ -122,7 +117,7 @@ def mask_numbers(mask) -> dict:  # (C, M)
         class_overlap=mean_overlap(mask),
     )
 
-
+# %% ../../nbs/68_activation.ipynb #41c5339a
 def activation_numbers(
     log,  # step (T,), score and mask (T, C, M); step 0 first
 ) -> dict:
@@ -159,30 +154,28 @@ def validation_features(
     return features.tensor("val")[torch.as_tensor(np.concatenate(rows))], labels
 
 # %% ../../nbs/68_activation.ipynb #4dc3e51e
-def layer_at(
+@torch.no_grad()
+def slow_attention(
     record,  # of a SIB+AIM run
     when,  # start (step 0) | last | best
-):
-    "AIM as it was before training, at the end, or at the best validation."
-    if check_choice("when", when, ("start", "last", "best")) != "start":
-        return load_fewshot(record, when)[0]
-    sizes = {k: record["parameters"][k] for k in ("d_out", "M", "K", "l")}
-    protocol = Protocol(**record["protocol"])
-    return make_layer("sib+aim", record["metrics"]["d_in"], **sizes, protocol=protocol, seed=record["seed"]).eval()
-
-
-@torch.no_grad()
-def slow_attention(record, when, X):
-    "Scores and masks (N, M) of features `X` at the slow weights."
-    att = layer_at(record, when).attention(X)
-    return att.score.numpy(), att.mask.numpy()
+    X,  # (N, d) features
+) -> tuple:
+    "Scores and masks (N, M) at the slow weights before training, at the end, or at the best validation."
+    if check_choice("when", when, ("start", "last", "best")) == "start":
+        sizes = {k: record["parameters"][k] for k in ("d_out", "M", "K", "l")}
+        protocol = Protocol(**record["protocol"])
+        layer = make_layer("sib+aim", record["metrics"]["d_in"], **sizes, protocol=protocol, seed=record["seed"]).eval()
+    else:
+        layer, _ = load_fewshot(record, when)
+    attention = layer.attention(X)
+    return attention.score.numpy(), attention.mask.numpy()
 
 # %% ../../nbs/68_activation.ipynb #ab50d3f0
 def pack(a) -> list:  # (rows, M), values
     "An array as one line of text a row, in thousandths."
     return [" ".join(str(int(v)) for v in np.round(1000 * np.asarray(row, dtype=float))) for row in a]
 
-
+# %% ../../nbs/68_activation.ipynb #d2303413
 def unpack(lines) -> np.ndarray:
     "The array that `pack` wrote, to three decimals."
     return np.array([[int(v) for v in line.split()] for line in lines]) / 1000
@@ -190,7 +183,7 @@ def unpack(lines) -> np.ndarray:
 # %% ../../nbs/68_activation.ipynb #36bc36aa
 ALL = "all classes"
 
-
+# %% ../../nbs/68_activation.ipynb #93deb0e0
 def picture_arrays(log, classes, K) -> dict:
     "What the figures need: masks first and last, the weights of one class and of all over training."
     curves = {}
@@ -208,7 +201,7 @@ def picture_arrays(log, classes, K) -> dict:
         weights={k: pack(v) for k, v in curves.items()},
     )
 
-
+# %% ../../nbs/68_activation.ipynb #af3d4db3
 def activation_record(
     record,  # of the run that is looked at
     log,
@@ -230,7 +223,7 @@ def activation_record(
         notebook=record["notebook"],
     )
 
-# %% ../../nbs/68_activation.ipynb #93deb0e0
+# %% ../../nbs/68_activation.ipynb #24d2ff27
 def activation_identity(record, masks_of="adapted", heatmap="mean") -> dict:
     "The question that an activation record answers."
     check_choice("masks_of", masks_of, ("adapted", "slow"))
@@ -247,11 +240,6 @@ def activation_identity(record, masks_of="adapted", heatmap="mean") -> dict:
     )
 
 # %% ../../nbs/68_activation.ipynb #d7f7ae0b
-def _made_before(identity, fresh):
-    "The activation record with this identity, unless a new one is asked for."
-    return None if wants_fresh(fresh, "record " + record_key(identity)) else find_record(identity)
-
-
 def fewshot_activation(
     record,  # of a SIB+AIM run (`run_fewshot`)
     masks_of="adapted",  # adapted | slow
@@ -262,7 +250,7 @@ def fewshot_activation(
     "The activation record of a few-shot run: found, or measured and written."
     if heatmap == "halving" and masks_of == "adapted":
         raise AimError("the halving average needs one mask an image; set masks_of='slow' with heatmap='halving'.")
-    if found := _made_before(activation_identity(record, masks_of, heatmap), fresh):
+    if found := find_record(activation_identity(record, masks_of, heatmap), fresh):
         return found
     log, meta = read_log(record)
     X, labels = validation_features(record, data_root)
@@ -288,13 +276,13 @@ def run_with_log(**run) -> dict:  # as `run_fewshot` takes them, method sib+aim
 # %% ../../nbs/68_activation.ipynb #f96f9b11
 SUBSET = 40
 
-
+# %% ../../nbs/68_activation.ipynb #54a48521
 def continual_activation(
     record,  # of an OML+AIM or ANML+AIM run (`run_continual`)
     fresh=None,  # measure again (None: what $AIM_FRESH says)
 ) -> dict:
     "The activation record of a continual run: found, or made from its log and written."
-    if found := _made_before(activation_identity(record, "slow"), fresh):
+    if found := find_record(activation_identity(record, "slow"), fresh):
         return found
     log, meta = read_log(record)
     test = dict(test=pack(log["test_mask"][:SUBSET]), test_classes=[str(c) for c in meta["test_classes"][:SUBSET]])
@@ -303,99 +291,32 @@ def continual_activation(
     return act
 
 # %% ../../nbs/68_activation.ipynb #7c4316fd
-def spare_longer(
-    record,  # of `run_continual`
-):
-    "Refuse to start a run over where its folder holds a longer training."
-    checkpoints, steps = train_continual.training_checkpoints(record), record["budget"]["steps"]
-    if (found := checkpoints.latest()) and found.step > steps:
-        raise AimError(
-            f"run {record['key']} has no log here, and training its {steps:,} steps again would delete the longer training "
-            f"in {checkpoints.dir} (step {found.step:,}); set $AIM_RUNS to another folder to train it again."
-        )
-
-
-def restore_log(record, data_root="") -> bool:
-    "Write a continual run's log again from its kept weights; returns False where they are not here."
-    is_best = record["protocol"]["weights"] == "best"
-    step = record["metrics"]["best_step" if is_best else "last_step"]
-    saved = train_continual.training_checkpoints(record).weights(step)
-    if saved is None:
-        return False
-    _, trainee = train_continual.load_continual(record, data_root)
-    trainee.load_weights(saved.tensors)
-    train_continual.save_log(record, trainee)
-    return True
-
-
 def run_continual_with_log(**run) -> dict:  # as `run_continual` takes them, a method with AIM
     "The record of a run whose activation can be looked at: where only the record is here, its log is restored or the run trained again."
     record = train_continual.run_continual(**run)
     if find_record(activation_identity(record, "slow")) or log_path(record).exists():
         return record
-    if restore_log(record, run.get("data_root", "")):
+    checkpoints = train_continual.training_checkpoints(record)
+    is_best = record["protocol"]["weights"] == "best"
+    steps = record["budget"]["steps"]
+    if saved := checkpoints.weights(record["metrics"]["best_step" if is_best else "last_step"]):
+        _, trainee = train_continual.load_continual(record, run.get("data_root", ""))
+        trainee.load_weights(saved.tensors)
+        train_continual.save_log(record, trainee)
         return record
-    spare_longer(record)
+    if (found := checkpoints.latest()) and found.step > steps:
+        raise AimError(
+            f"run {record['key']} has no log here, and training its {steps:,} steps again would delete the longer training "
+            f"in {checkpoints.dir} (step {found.step:,}); set $AIM_RUNS to another folder to train it again."
+        )
     print(f"the record of {run['method']} is here, its log is not: it is trained again")
     return train_continual.run_continual(**run | dict(fresh=True))
 
 # %% ../../nbs/68_activation.ipynb #03b74d72
-NUMBERS = {
-    "use_entropy": "entropy of use, nats",
-    "shared_mechanisms": "mechanisms shared by all classes",
-    "sparse_mechanisms": "mechanisms of fewer than a quarter of the classes",
-    "dead_mechanisms": "mechanisms never used",
-    "class_overlap": "overlap of two classes",
-    "attention_gap": "gap between rank K and K+1 (slow weights)",
-    "attention_roughness": "roughness of the weights over training",
-}
-
-
-def number_rows(
-    act,  # an activation record
-) -> list:
-    "Its numbers before training and at the end, with their names."
-    m = act["metrics"]
-    return [dict(number=name, start=m.get(f"{k}_start"), end=m[k]) for k, name in NUMBERS.items() if k in m]
-
-
-def read_activation(act) -> str:
-    "What an activation record says, as one Markdown item."
-    m = act["metrics"]
-    start, end = np.exp(m["use_entropy_start"]), np.exp(m["use_entropy"])
-    moved = "more concentrated" if end < start else "no more concentrated"
-    text = (
-        f"- Of {m['M']} mechanisms, {m['shared_mechanisms']} shared by all classes, {m['sparse_mechanisms']} serving "
-        f"fewer than a quarter of them, {m['dead_mechanisms']} never used. A class uses as many as {end:.1f}, {moved} "
-        f"than before training ({start:.1f}); two classes have {m['class_overlap']:.0%} in common."
-    )
-    if "attention_gap" in m:
-        text += f" The weight at rank {m['K']} is {m['attention_gap']:.3f} above the next one"
-        text += f", before training {m['attention_gap_start']:.3f}."
-    return text
-
-# %% ../../nbs/68_activation.ipynb #7f4e2a8f
 def first_last(act) -> dict:
     "Title -> class masks, before training and at the end."
     m = act["metrics"]
     return {"Before training": unpack(m["first"]), f"At the end (step {m['steps'][-1]:,})": unpack(m["last"])}
-
-
-def mask_name(
-    dataset,
-    backbone="",  # few-shot: conv4 | wrn-28-10
-    n_shot=0,  # few-shot
-) -> str:
-    "The file name of a mask figure: `mask-cifarfs_1shot_conv`, `mask-glyphs_1shot_conv`, `mask-cont_omni`."
-    setting = f"{n_shot}shot" if n_shot else "cont"
-    for row in paper_labels():
-        name = row["label"].removeprefix("fig:")
-        if name.startswith("mask-") and dataset in row["datasets"] and setting in name:
-            if not n_shot or backbone in row["backbones"]:
-                return name
-    name = re.sub(r"[^\w-]+", "_", dataset)
-    short = {"conv4": "conv", "wrn-28-10": "wrn"}.get(backbone, backbone)
-    return f"mask-{name}_{n_shot}shot_{short}" if n_shot else f"mask-cont_{name}"
 
 # %% ../../nbs/68_activation.ipynb #6ed1e61c
 def short_name(

@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
-from ..core import AimError, atomic_file, content_key, remove_if_abandoned, runs_dir
+from ..core import AimError, atomic_file, check_choice, content_key, remove_if_abandoned, runs_dir
 
 # %% auto #0
-__all__ = ['FORMAT', 'SHIPPED', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'differing', 'check_identity',
-           'run_lock', 'remove_stale_parts', 'Saved', 'read_saved', 'Checkpoints', 'shipped_record', 'run_checkpoints',
-           'log_path', 'read_log', 'stack_log']
+__all__ = ['SHIPPED', 'tensors_sha', 'save_tensors', 'DamagedFile', 'load_tensors', 'run_lock', 'remove_stale_parts', 'Saved',
+           'Checkpoints', 'saved_weights', 'shipped_record', 'run_checkpoints', 'log_path', 'read_log', 'stack_log']
 
 # %% ../../nbs/61_checkpoints.ipynb #ba9cc453
 FORMAT = 1  # raised when a file written today could be misread tomorrow
@@ -31,7 +30,7 @@ def _raw(t):
     "The bytes of a tensor in row-major order, whatever its layout in memory."
     return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
-
+# %% ../../nbs/61_checkpoints.ipynb #7b7d96f7
 def tensors_sha(tensors) -> str:
     "A checksum of names, types, shapes and bytes: equal tensors have equal ones."
     h = hashlib.sha256()
@@ -88,7 +87,13 @@ def load_tensors(
     if not isinstance(meta, dict):
         raise DamagedFile(f"{path} is damaged (it does not say what it holds).")
     if expect is not None:
-        check_identity(meta.get("identity", {}), expect, path)
+        diff = differing(meta.get("identity", {}), expect)
+        if diff:
+            told = "; ".join(f"{k} is {x} there, {y} here" for k, (x, y) in diff.items())
+            raise AimError(
+                f"{path} belongs to another run ({told}); "
+                "start over with --fresh (or AIM_FRESH=1), or use another $AIM_RUNS."
+            )
     return tensors, meta
 
 # %% ../../nbs/61_checkpoints.ipynb #a4b2e65f
@@ -103,15 +108,6 @@ def differing(a, b) -> dict:
         elif x != y:
             out[k] = (x, y)
     return out
-
-
-def check_identity(found, wanted, path):
-    "Refuse a file of another run, naming what differs."
-    if diff := differing(found, wanted):
-        told = "; ".join(f"{k} is {x} there, {y} here" for k, (x, y) in diff.items())
-        raise AimError(
-            f"{path} belongs to another run ({told}); start over with --fresh (or AIM_FRESH=1), or use another $AIM_RUNS."
-        )
 
 # %% ../../nbs/61_checkpoints.ipynb #a124c352
 @contextlib.contextmanager
@@ -163,7 +159,7 @@ class Saved(NamedTuple):
     tensors: dict  # everything the run needs to go on
     meta: dict  # whatever the run wanted to remember
 
-
+# %% ../../nbs/61_checkpoints.ipynb #9343abde
 def read_saved(
     path,  # a file written by `Checkpoints`
     identity,  # the run it must belong to
@@ -285,6 +281,24 @@ class Checkpoints:
                 yield self
             finally:
                 self.held = False
+
+
+def saved_weights(
+    checkpoints,  # of the training behind the record
+    record,
+    which,  # best | last
+) -> Saved:
+    "The weights of a record, here or shipped; those of another step are refused."
+    is_best = check_choice("which", which, ("best", "last")) == "best"
+    step = record["metrics"]["best_step"] if is_best else record["history"][-1]["step"]
+    shipped = checkpoints.shipped()
+    saved = shipped if shipped and shipped.step == step else checkpoints.weights(step)
+    if saved is None:
+        raise AimError(
+            f"the weights of step {step:,} of run {record['key']} are not in {checkpoints.dir}; "
+            "run it again to have them."
+        )
+    return saved
 
 # %% ../../nbs/61_checkpoints.ipynb #b0f39ef0
 def shipped_record(

@@ -15,9 +15,8 @@ import torch
 from ..core import AimError, keep_memory, progress
 
 # %% auto #0
-__all__ = ['Trainee', 'History', 'read_history', 'Window', 'first_bad', 'interrupts', 'wants_fresh', 'module_tensors',
-           'load_module', 'optimizer_tensors', 'load_optimizer', 'check_fit', 'Run', 'run_loop', 'load_milestone',
-           'load_best']
+__all__ = ['Trainee', 'History', 'Window', 'interrupts', 'wants_fresh', 'module_tensors', 'load_module', 'optimizer_tensors',
+           'load_optimizer', 'Run', 'run_loop', 'load_best']
 
 # %% ../../nbs/62_loop.ipynb #eac08f53
 class Trainee:
@@ -71,24 +70,13 @@ class History(list):
         rows = self.rows()
         return rows[-1] if rows else None
 
-    def column(self, name) -> list:
-        "One metric over the rows that have it."
-        return [r[name] for r in self.rows() if name in r]
-
     def needed_weights(self) -> set:
         "The steps whose weights must stay: the best of the regular validations, and the milestones with their best."
         return {self.regular_best, *(step for milestone in self.milestones for step in milestone)}
 
     def asdict(self):
-        return dict(
-            rows=list(self),
-            regular_best=self.regular_best,
-            seconds=self.seconds,
-            save_seconds=self.save_seconds,
-            end=self.end,
-            end_is_best=self.end_is_best,
-            milestones=self.milestones,
-        )
+        notes = {name: value for name, value in vars(self).items() if name != "resumed"}
+        return dict(rows=list(self), **notes)
 
 # %% ../../nbs/62_loop.ipynb #32fb874d
 def read_history(
@@ -107,13 +95,6 @@ def read_history(
     return history
 
 # %% ../../nbs/62_loop.ipynb #b4768fdc
-def _floats(values):
-    "Python floats of a list of numbers or 0-d tensors, one wait for all of them."
-    if all(map(torch.is_tensor, values)):
-        return torch.stack(values).tolist()
-    return [float(v) for v in values]
-
-
 class Window:
     "Sums of the metrics of the steps since the last validation."
 
@@ -127,14 +108,12 @@ class Window:
 
     def read(self):
         "Take in what is pending; the first value that is not finite raises `FloatingPointError`."
-        if not self.pending:
-            return
-        steps, metrics = zip(*self.pending)
-        for k in metrics[0]:
-            for i, v in zip(steps, _floats([m[k] for m in metrics])):
-                if not math.isfinite(v):
-                    raise FloatingPointError(f"{k} is {v} at step {i}")
-                self.sums[k] = self.sums.get(k, 0.0) + v
+        for i, metrics in self.pending:
+            for name, value in metrics.items():
+                value = float(value)
+                if not math.isfinite(value):
+                    raise FloatingPointError(f"{name} is {value} at step {i}")
+                self.sums[name] = self.sums.get(name, 0.0) + value
         self.count += len(self.pending)
         self.pending.clear()
 
@@ -143,11 +122,6 @@ class Window:
 
     def asdict(self):
         return dict(sums=self.sums, count=self.count)
-
-# %% ../../nbs/62_loop.ipynb #f423ecdc
-def first_bad(tensors) -> str:
-    "The name of the first tensor with a value that is not finite, '' when all are well."
-    return next((k for k, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()), "")
 
 # %% ../../nbs/62_loop.ipynb #7224fd5b
 @contextlib.contextmanager
@@ -207,35 +181,19 @@ def optimizer_tensors(optimizer, prefix="opt.") -> dict:
 
 def load_optimizer(optimizer, tensors, prefix="opt."):
     "Put that state back."
-    params, counts_on_device = [], []
-    for group in optimizer.param_groups:
-        params += group["params"]
-        counts_on_device += [group.get("fused") or group.get("capturable")] * len(group["params"])
-    optimizer.state.clear()
-    for name, v in tensors.items():
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {}
+    for name, value in tensors.items():
         if not name.startswith(prefix):
             continue
         i, key = name.removeprefix(prefix).split(".", 1)
         p = params[int(i)]
-        if v.dim() and v.shape == p.shape:
-            optimizer.state[p][key] = torch.empty_like(p).copy_(v)
-        else:
-            is_count = key == "step" and not counts_on_device[int(i)]
-            optimizer.state[p][key] = v.to(v.device if is_count else p.device, copy=True)
+        like_p = value.dim() and value.shape == p.shape
+        value = torch.empty_like(p).copy_(value) if like_p else value.clone()
+        state.setdefault(int(i), {})[key] = value
+    optimizer.load_state_dict(optimizer.state_dict() | dict(state=state))
 
 # %% ../../nbs/62_loop.ipynb #fa02e784
-def check_fit(
-    saved,  # tensors of a checkpoint
-    own,  # tensors of the trainee as it is now
-):
-    "Refuse tensors that the trainee cannot take, before any is loaded."
-    bad = [k for k in own if k not in saved or saved[k].shape != own[k].shape]
-    if bad:
-        raise AimError(
-            f"the checkpoint does not fit this model ({', '.join(bad[:3])} missing or of another shape); start over with --fresh."
-        )
-
-# %% ../../nbs/62_loop.ipynb #9aab710e
 @dataclass
 class Run:
     "A training in progress: the step it is at, what it has measured, and its checkpoints. Parameters as of `run_loop`."
@@ -247,13 +205,10 @@ class Run:
     save_every: int = 0
     callbacks: tuple = ()
     desc: str = "run"
-    best: str = "accuracy"
     milestones: tuple = ()
     stop_when: object = None
 
     def __post_init__(self):
-        self.metric = self.best.lstrip("-")
-        self.sign = -1 if self.best.startswith("-") else 1
         self.n = 0  # steps done
         self.history = History()
         self.window = Window()
@@ -261,9 +216,8 @@ class Run:
         self.is_saved = False  # whether all this is on disk
         self.saved_step = 0
         self.save_cost = 0.0  # seconds of the last save
-        self.next_cost = 0.0  # seconds spent on the next one so far
         self.waiting = {}  # step -> (weights, notes) that are not written yet
-        self.needed = []  # for each state on disk: the steps whose weights it needs
+        self.needed = set()  # the steps whose weights the last state on disk needs
         if self.checkpoints:
             self.restore()
         if self.history.end and self.n < self.steps:  # go on as if the run had not ended here
@@ -271,7 +225,15 @@ class Run:
         self.history.resumed = self.n
 
     def restore(self):
-        "Go to the newest checkpoint, where there is one."
+        "Go to the newest checkpoint, or to the end where a longer run has passed it and kept its weights."
+        newest = max(self.checkpoints.state_steps(), default=0)
+        passed = self.checkpoints.weights(self.steps) if newest > self.steps else None
+        if passed and "history" in passed.meta:
+            self.history = read_history(passed.meta, self.checkpoints.dir)
+            self.trainee.load_weights(passed.tensors)
+            self.n = self.steps
+            self.is_saved = True
+            return
         found = self.checkpoints.latest()
         if found is None:
             return
@@ -283,12 +245,18 @@ class Run:
                 f"ask for one of {kept} or for more steps, or set $AIM_RUNS to another folder to train it there "
                 "(--fresh would delete the longer training)."
             )
-        check_fit(found.tensors, self.trainee.state_dict())
+        own = self.trainee.state_dict()
+        bad = [k for k in own if k not in found.tensors or found.tensors[k].shape != own[k].shape]
+        if bad:  # before any is loaded
+            bad = ", ".join(bad[:3])
+            raise AimError(
+                f"the checkpoint does not fit this model ({bad} missing or of another shape); start over with --fresh."
+            )
         self.trainee.load_state_dict(found.tensors)
         self.n = self.saved_step = found.step
         self.history = history
         self.window = Window(**found.meta["window"])
-        self.needed = [history.needed_weights()]
+        self.needed = history.needed_weights()
         self.is_saved = True
 
     # ---- one step
@@ -327,8 +295,8 @@ class Run:
         return (self.n == self.steps or self.is_regular()) and self.history.row(self.n) is None
 
     def score(self, row):
-        "How good a validation is; larger is better, and the earlier of equals wins."
-        return self.sign * row[self.metric] if self.metric in row else -math.inf
+        "How good a validation is; the earlier of equals wins."
+        return row["accuracy"]
 
     def validate(self):
         "Add a row to the history, and set the weights aside if it is the best so far."
@@ -336,7 +304,7 @@ class Run:
         measured = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in measured.items()}
         row = dict(step=self.n, **self.window.means(), **measured)
         best = self.history.regular_best
-        is_best = self.metric in row and (best is None or self.score(row) > self.score(self.history.row(best)))
+        is_best = "accuracy" in row and (best is None or self.score(row) > self.score(self.history.row(best)))
         if self.is_regular():
             self.history.append(row)
             self.window = Window()
@@ -359,10 +327,8 @@ class Run:
         "Keep the weights of this step for the next save."
         if not self.checkpoints:
             return
-        start = time.monotonic()
         weights = self.finite(self.trainee.weights())
         self.waiting[self.n] = {k: t.detach().clone() for k, t in weights.items()}, notes
-        self.next_cost += time.monotonic() - start
 
     def reach_milestone(self):
         "Set the weights aside, with the history up to here."
@@ -388,20 +354,20 @@ class Run:
             self.checkpoints.save_weights(step, weights, notes)
         self.checkpoints.save(self.n, tensors, dict(history=self.history.asdict(), window=self.window.asdict()))
         self.waiting = {}
-        self.needed = [*self.needed[-1:], self.history.needed_weights()]
-        if len(self.needed) == 2:
-            self.checkpoints.drop_weights(set().union(*self.needed))
+        needed = self.history.needed_weights()
+        self.checkpoints.drop_weights(self.needed | needed)
+        self.needed = needed
         self.saved_step = self.n
         self.saved_at = time.monotonic()
-        self.save_cost = self.next_cost + self.saved_at - start
-        self.next_cost = 0.0
+        self.save_cost = self.saved_at - start
         self.history.save_seconds += self.save_cost
         self.count_seconds()
 
     def finite(self, tensors):
         "The tensors, refused where one of them is no longer finite."
-        if bad := first_bad(tensors):
-            raise self.failure(f"{bad} is no longer finite after step {self.n - 1}")
+        for name, t in tensors.items():
+            if t.is_floating_point() and not torch.isfinite(t).all():
+                raise self.failure(f"{name} is no longer finite after step {self.n - 1}")
         return tensors
 
     def count_seconds(self):
@@ -438,12 +404,12 @@ class Run:
     def show(self, bar):
         "Put the last validation and the means since then into the progress bar."
         last = self.history.last or {}
-        shown = {self.metric: last[self.metric]} if self.metric in last else {}
+        shown = {"accuracy": last["accuracy"]} if "accuracy" in last else {}
         shown |= self.window.means() if self.window.count else last
         texts = {k: f"{v:.3g}" for k, v in shown.items() if k != "step" and isinstance(v, float)}
         bar.set_postfix(texts, refresh=False)
 
-# %% ../../nbs/62_loop.ipynb #ac05d8be
+# %% ../../nbs/62_loop.ipynb #0482b352
 def run_loop(
     trainee,  # see `Trainee`
     steps,  # how many in all, those of earlier runs included
@@ -452,7 +418,6 @@ def run_loop(
     save_every=0,  # steps between saves (0: as often as costs at most 2.5 % of the time)
     callbacks=(),  # functions of a validation's row; objects with on_step(i, metrics) hear of every step
     desc="run",  # what the progress bar says
-    best="accuracy",  # the metric that chooses the best state; "-loss": smaller is better
     fresh=None,  # forget what is on disk (None: what $AIM_FRESH says)
     milestones=(),  # steps whose weights are kept, besides those of the end
     stop_when=None,  # history -> whether to end the run early
@@ -465,9 +430,7 @@ def run_loop(
     with checkpoints.lock() if checkpoints else contextlib.nullcontext(), interrupts() as asked:
         if checkpoints and wants_fresh(fresh, checkpoints.dir):
             checkpoints.clear()
-        if checkpoints and (history := load_milestone(trainee, steps, checkpoints)):
-            return history
-        run = Run(trainee, steps, val_every, checkpoints, save_every, callbacks, desc, best, milestones, stop_when)
+        run = Run(trainee, steps, val_every, checkpoints, save_every, callbacks, desc, milestones, stop_when)
         if 0 < run.n < steps:
             print(f"{desc}: resumed at step {run.n:,} of {steps:,}")
         is_over = run.n == steps and not run.is_validation_due()
@@ -480,23 +443,12 @@ def run_loop(
     return run.history
 
 
-def load_milestone(trainee, steps, checkpoints) -> History | None:
-    "Load the weights of a milestone that a longer run has passed; returns the history up to it, None where there is none."
-    newest = max(checkpoints.state_steps(), default=0)
-    saved = checkpoints.weights(steps) if newest > steps else None
-    if saved is None or "history" not in saved.meta:
-        return None
-    history = read_history(saved.meta, checkpoints.dir)
-    history.resumed = steps
-    trainee.load_weights(saved.tensors)
-    return history
-
-
 def load_best(trainee, history, checkpoints):
     "Load the weights of the best validation of a history."
     saved = checkpoints.weights(history.best_step)
     if saved is None:
         raise AimError(
-            f"the weights of step {history.best_step:,}, the best validation, are not in {checkpoints.dir}; start over with --fresh."
+            f"the weights of step {history.best_step:,}, the best validation, are not in {checkpoints.dir}; "
+            "start over with --fresh."
         )
     trainee.load_weights(saved.tensors)

@@ -4,7 +4,14 @@
 
 # %% ../../nbs/66_metatest.ipynb #ce6baf27
 from __future__ import annotations
-import contextlib, copy, functools, json, math, re, statistics, time, warnings
+import contextlib
+import copy
+import functools
+import json
+import math
+import statistics
+import time
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
@@ -13,18 +20,15 @@ from torch import nn
 import torch.nn.functional as F
 from ..anml import ANML
 from ..config import Budget, Protocol
-from ..core import AimError, atomic_write, progress, runs_dir, torch_rng
+from ..core import AimError, atomic_write, progress, torch_rng
 from ..data.tasks import Trajectory, draw_trajectory, eval_view, policy
 from .checkpoints import tensors_sha
 from ..kernels.idle_adam import AdamP, AdamTail
 
 # %% auto #0
-__all__ = ['RELEASE_BANNER', 'RATE_BANNER', 'LADDER', 'AUTHORS_RATES', 'POINTS', 'VAL_CLASSES', 'Outcome', 'class_accuracy',
-           'EvalPoints', 'fresh_head', 'freezes_reduce', 'PlainLearner', 'follow', 'metatest_reference', 'FeatureCache',
-           'network_inputs', 'row_masks', 'Heads', 'run_heads', 'TailLearner', 'ANMLLearner', 'rate_on_test_images',
-           'same_images', 'banners', 'metatest_rows', 'points', 'pick_rates', 'best_mean', 'best_mode', 'next_rate',
-           'Store', 'store_path', 'classes_met', 'evaluating', 'MetaTest', 'forgetting', 'summary', 'learning_metrics',
-           'means_metrics', 'metatest', 'validate_continual', 'mechanism_use']
+__all__ = ['VAL_CLASSES', 'Outcome', 'PlainLearner', 'metatest_reference', 'network_inputs', 'row_masks', 'Heads', 'TailLearner',
+           'ANMLLearner', 'same_images', 'banners', 'pick_rates', 'Store', 'evaluating', 'MetaTest', 'forgetting',
+           'metatest', 'validate_continual', 'mechanism_use']
 
 # %% ../../nbs/66_metatest.ipynb #58179e35
 class Outcome(NamedTuple):
@@ -34,7 +38,13 @@ class Outcome(NamedTuple):
     test: list  # accuracy in % on held-out images
     by_age: list  # test accuracy of each class at the end, in the order they were learnt
 
+    @classmethod
+    def of(cls, points):
+        "From `accuracies_after` each of `ns`."
+        train, test, by_age = zip(*points)
+        return cls(list(train), list(test), by_age[-1])
 
+# %% ../../nbs/66_metatest.ipynb #0fd4f997
 def class_accuracy(
     logits,  # rows -> (rows, n_out)
     rows,  # (classes, images)
@@ -45,33 +55,17 @@ def class_accuracy(
     return 100 * right.double().mean(1).numpy()
 
 
-class EvalPoints:
-    "The accuracies of one trajectory after some numbers of classes."
-
-    def __init__(self, trajectory, ns):
-        self.trajectory = trajectory
-        self.ns = list(ns)
-        self.train = {}
-        self.test = {}
-        self.by_age = []
-
-    @torch.no_grad()
-    def evaluate(
-        self,
-        n,  # classes learnt so far
-        logits,  # rows -> logits as they are now
-    ):
-        "Take the accuracies if this is one of the points."
-        if n not in self.ns:
-            return
-        classes = self.trajectory.classes[:n]
-        self.train[n] = float(class_accuracy(logits, self.trajectory.train[:n], classes).mean())
-        by_age = class_accuracy(logits, self.trajectory.test[:n], classes)
-        self.test[n] = float(by_age.mean())
-        self.by_age = [float(a) for a in by_age]
-
-    def outcome(self):
-        return Outcome([self.train[n] for n in self.ns], [self.test[n] for n in self.ns], self.by_age)
+@torch.no_grad()
+def accuracies_after(
+    n,  # classes
+    trajectory,
+    logits,  # rows -> logits as they are now
+) -> tuple:
+    "The accuracy on the images learnt from, that on held-out images, and the latter class by class."
+    classes = trajectory.classes[:n]
+    train = class_accuracy(logits, trajectory.train[:n], classes)
+    test = class_accuracy(logits, trajectory.test[:n], classes)
+    return float(train.mean()), float(test.mean()), test.tolist()
 
 # %% ../../nbs/66_metatest.ipynb #d6505e0f
 def fresh_head(
@@ -87,7 +81,7 @@ def freezes_reduce(net, fast_set) -> bool:
     "Whether the reduce layer stands still at meta-test: in the authors' ANML it does."
     return isinstance(net, ANML) and fast_set == "release"
 
-
+# %% ../../nbs/66_metatest.ipynb #54aa907c
 class PlainLearner:
     "A copy of a network with a fresh output layer that learns image by image."
 
@@ -122,7 +116,7 @@ class PlainLearner:
     def logits(self, rows):
         return self.net(self.images(rows))
 
-
+# %% ../../nbs/66_metatest.ipynb #0301e989
 def follow(
     learner,  # has learn(row, label) and logits(rows)
     trajectory,
@@ -130,14 +124,15 @@ def follow(
     desc="meta-test",
 ) -> Outcome:
     "Learn a trajectory image by image, up to the largest of `ns`."
-    points = EvalPoints(trajectory, ns)
+    points = []
     for i in progress(range(max(ns)), desc=desc, leave=False, delay=3):
         for row in trajectory.train[i]:
             learner.learn(row, trajectory.classes[i])
-        points.evaluate(i + 1, learner.logits)
-    return points.outcome()
+        if i + 1 in ns:
+            points.append(accuracies_after(i + 1, trajectory, learner.logits))
+    return Outcome.of(points)
 
-
+# %% ../../nbs/66_metatest.ipynb #92c669b5
 def metatest_reference(net, images, trajectory, lr, ns, head, update="head", fast_set="paper") -> tuple:
     "One trajectory, the plain way: (Outcome, the network at its end)."
     learner = PlainLearner(net, images, lr, head, update, fast_set)
@@ -175,7 +170,7 @@ class FeatureCache:
             self.need(rows)
         return self.vectors[torch.as_tensor(self.at[rows])]
 
-
+# %% ../../nbs/66_metatest.ipynb #c0c5b922
 def network_inputs(bank, rows, norm):
     "Rows of a bank as a network takes them: normalised images, or the vectors of a bank of features."
     values = bank.images[np.asarray(rows)]
@@ -226,7 +221,7 @@ class Heads:
         "Those of trajectory `g` for vectors x (B, d)."
         return x @ self.W[g].T + self.b[g]
 
-
+# %% ../../nbs/66_metatest.ipynb #fa1c2720
 def run_heads(
     cache,  # FeatureCache of the inputs of the output layer
     trajectories,
@@ -242,7 +237,7 @@ def run_heads(
     rows = np.stack([t.train[:n] for t in trajectories])  # (G, n, images)
     cache.need(rows)
     labels = torch.as_tensor(np.stack([t.classes[:n] for t in trajectories])).to(device)
-    points = [EvalPoints(t, ns) for t in trajectories]
+    points = [[] for _ in trajectories]
 
     def logits(g, rows):
         return lock_step.logits(g, cache.take(rows).to(device))
@@ -250,9 +245,10 @@ def run_heads(
     for c in progress(range(n), desc=desc, leave=False, delay=3):
         for t in range(rows.shape[2]):
             lock_step.step(cache.take(rows[:, c, t]).to(device), labels[:, c])
-        for g, point in enumerate(points):
-            point.evaluate(c + 1, functools.partial(logits, g))
-    return [point.outcome() for point in points]
+        if c + 1 in ns:
+            for g, trajectory in enumerate(trajectories):
+                points[g].append(accuracies_after(c + 1, trajectory, functools.partial(logits, g)))
+    return [Outcome.of(of_one) for of_one in points]
 
 # %% ../../nbs/66_metatest.ipynb #ff1add28
 class TailLearner:
@@ -325,11 +321,7 @@ RATE_BANNER = (
     "The accuracies are too high; do not compare them with those of rates chosen without test images."
 )
 
-
-def rate_on_test_images(protocol):
-    return protocol.metatest_rate == "test"
-
-
+# %% ../../nbs/66_metatest.ipynb #0a2617b0
 def same_images(protocol, dataset) -> bool:
     "Whether a protocol, by its name, asks about the images learnt from: the authors', on Omniglot alone."
     return protocol == "release" and dataset == "omniglot"
@@ -340,11 +332,11 @@ def banners(protocol, dataset) -> list:
     said = []
     if same_images(protocol.protocol, dataset):
         said.append(RELEASE_BANNER)
-    if rate_on_test_images(protocol):
+    if protocol.metatest_rate == "test":
         said.append(RATE_BANNER)
     return said
 
-
+# %% ../../nbs/66_metatest.ipynb #d5fa139f
 def metatest_rows(
     bank,
     protocol="heldout",  # heldout | release (differs on omniglot alone) | leak (as heldout)
@@ -378,7 +370,7 @@ def points(
     own = tuple(n for n in POINTS.get(name, ()) if n <= most)
     return own or tuple(int(n) for n in np.unique(np.linspace(max(2, most // 8), most, 8).round()))
 
-
+# %% ../../nbs/66_metatest.ipynb #5718d4d7
 def pick_rates(
     n,  # how many
     update="head",  # what moves: head | fast
@@ -462,19 +454,6 @@ class Store:
         if self.path:
             atomic_write(self.path, json.dumps(dict(of=self.of, seconds=self.seconds, done=self.done)))
 
-
-def store_path(key) -> Path:
-    "Where the trajectories of the run with that key are kept until it has a record."
-    return runs_dir() / "metatest" / f"{key}.json"
-
-
-def classes_met(path) -> int:
-    "The number of classes of all finished trajectories in a store's file."
-    try:
-        return sum(int(re.split("[ ,]", name)[-1]) for name in json.loads(Path(path).read_text())["done"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return 0
-
 # %% ../../nbs/66_metatest.ipynb #eb9049b4
 @contextlib.contextmanager
 def evaluating(net):
@@ -515,6 +494,7 @@ class MetaTest:
         self.store = store or Store()
         self.device = device
         self.group = group
+        self.best_rate = best_mode if protocol.metatest_rate == "test" else best_mean
         self.caches = {}
 
     # trajectories and their inputs
@@ -603,7 +583,6 @@ class MetaTest:
         rates,
         runs,  # trajectories a rate
         by="test",  # test: held-out images | train: the images learnt from
-        choose=best_mean,  # rate -> accuracies => the best rate
     ) -> dict:
         "n -> rate -> accuracies, one a trajectory. The list grows until no n has its best rate at the edge."
         scores = {n: {} for n in ns}
@@ -616,15 +595,15 @@ class MetaTest:
             todo = {}
             for n in ns:
                 scores[n] = dict(sorted(scores[n].items(), reverse=True))  # the first of equals is always the same
-                rate = next_rate(choose(scores[n]), scores[n])
+                rate = next_rate(self.best_rate(scores[n]), scores[n])
                 if rate is not None:
                     todo.setdefault(rate, []).append(n)
         return scores
 
     def rate_scores(self, ns, rates, runs, stream="test") -> dict:
         "What a rate is chosen by, without looking at a test image (unless the protocol says so)."
-        if rate_on_test_images(self.protocol):
-            return self.search(stream, ns, rates, runs, choose=best_mode)
+        if self.protocol.metatest_rate == "test":
+            return self.search(stream, ns, rates, runs)
         held_out = self.available("val") if self.protocol.train_classes == "split" else 0
         small = [n for n in ns if n <= held_out]
         large = [n for n in ns if n > held_out]
@@ -635,8 +614,7 @@ class MetaTest:
 
     def choose_rates(self, scores) -> dict:
         "A rate for each n."
-        best = best_mode if rate_on_test_images(self.protocol) else best_mean
-        return {n: best(s) for n, s in scores.items()}
+        return {n: self.best_rate(of_rates) for n, of_rates in scores.items()}
 
     # what they come to
 
@@ -647,36 +625,33 @@ class MetaTest:
         stream="test",
     ) -> tuple:
         "Train and test accuracies (runs x points), and the mean accuracy of each class by age after the longest."
-        train, test = {}, {}
-        for rate in sorted(set(chosen.values())):
-            ns = [n for n in chosen if chosen[n] == rate]
-            done = self.outcomes(stream, [(rate, i) for i in range(runs)], ns, "runs").values()
-            for k, n in enumerate(ns):
-                train[n] = [outcome.train[k] for outcome in done]
-                test[n] = [outcome.test[k] for outcome in done]
-            if max(chosen) in ns:
-                by_age = np.mean([outcome.by_age for outcome in done], 0)
         ns = sorted(chosen)
-        return _by_run(train, ns, runs), _by_run(test, ns, runs), by_age
+        train, test = np.zeros((2, runs, len(ns)))
+        for rate in sorted(set(chosen.values())):
+            own = [n for n in ns if chosen[n] == rate]
+            done = self.outcomes(stream, [(rate, i) for i in range(runs)], own, "runs").values()
+            at = [ns.index(n) for n in own]
+            train[:, at] = [[round(a, 3) for a in outcome.train] for outcome in done]
+            test[:, at] = [[round(a, 3) for a in outcome.test] for outcome in done]
+            if ns[-1] in own:
+                by_age = np.mean([outcome.by_age for outcome in done], 0)
+        return train, test, by_age
 
-    def class_means(self, ns, runs, what="embed", stream="test") -> list:
-        "Outcomes of trajectories on which nothing learns: an image belongs to the class whose mean vector is nearest."
+    def class_means(self, ns, runs, what="embed", stream="test") -> tuple:
+        "The same where nothing learns: an image belongs to the class whose mean vector is nearest."
+        start = time.monotonic()
         outcomes = []
         for i in range(runs):
             trajectory = self.trajectory(stream, i, max(ns))
             with evaluating(self.net):
                 cache = self.cache(what, [trajectory])
             means = cache.take(trajectory.train).mean(1)  # (n, d), a class after the other
-            points = EvalPoints(trajectory._replace(classes=np.arange(max(ns))), ns)
-            for n in ns:
-                points.evaluate(n, functools.partial(_minus_distance, cache, means[:n]))
-            outcomes.append(points.outcome())
-        return outcomes
-
-
-def _by_run(accuracies, ns, runs):
-    "n -> accuracies of the runs, as runs x points."
-    return [[round(accuracies[n][i], 3) for n in ns] for i in range(runs)]
+            trajectory = trajectory._replace(classes=np.arange(max(ns)))
+            nearness = [functools.partial(_minus_distance, cache, means[:n]) for n in ns]
+            outcomes.append(Outcome.of([accuracies_after(n, trajectory, near) for n, near in zip(ns, nearness)]))
+        self.store.seconds += time.monotonic() - start
+        train, test, by_age = zip(*outcomes)
+        return np.array(train), np.array(test), np.mean(by_age, 0)
 
 
 def _minus_distance(cache, means, rows):
@@ -688,9 +663,9 @@ def forgetting(by_age) -> float:
     quarter = max(1, len(by_age) // 4)
     return float(np.mean(by_age[-quarter:]) - np.mean(by_age[:quarter]))
 
-
-def summary(ns, test, train, by_age, rates) -> dict:
-    "The metrics that every meta-test has; `test` and `train` are runs x points."
+# %% ../../nbs/66_metatest.ipynb #061be01c
+def summary(ns, train, test, by_age, rates) -> dict:
+    "The metrics that every meta-test has; `train` and `test` are runs x points."
     last = test[:, -1]
     ci = 1.96 * last.std(ddof=1) / math.sqrt(len(last)) if len(last) > 1 else 0.0
     return dict(
@@ -720,39 +695,25 @@ def learning_metrics(mt: MetaTest, ns, budget) -> dict:
 
     rates = mt.choose_rates(scores)
     tried = sorted({rate for n in ns for rate in scores[n]}, reverse=True)
-    metrics = summary(ns, test, train, by_age, rates) | dict(
+    return summary(ns, train, test, by_age, rates) | dict(
         update=mt.update,
         rates_tried=tried,
         rates_added=[rate for rate in tried if rate not in first_rates],
         rate_scores=[[round(statistics.mean(scores[n][r]), 2) if r in scores[n] else None for r in tried] for n in ns],
     )
-    own = {n: rate for n, rate in rates.items() if n <= mt.available("seen")}
-    if mt.protocol.protocol == "leak" and own:
-        seen_train, seen_test, _ = mt.accuracies(own, budget.runs, "seen")
-        metrics |= dict(seen_n_classes=list(own), seen_train=seen_train, seen_test=seen_test)
-    return metrics
 
 
 def means_metrics(mt: MetaTest, ns, runs) -> dict:
     "Class means on the layer's outputs, and on the features below it where they are not the same."
-    start = time.monotonic()
-    outputs = mt.class_means(ns, runs)
-    by_age = np.mean([o.by_age for o in outputs], 0)
-    test, train = np.array([o.test for o in outputs]), np.array([o.train for o in outputs])
-    metrics = summary(ns, test, train, by_age, dict.fromkeys(ns))
+    metrics = summary(ns, *mt.class_means(ns, runs), dict.fromkeys(ns))
     metrics |= dict(update="means", rates_tried=[], rates_added=[])
     if mt.net.tail.reduce is not None or mt.net.tail.unit_length:
-        below = mt.class_means(ns, runs, "features")
-        metrics["test_features"] = [[round(a, 3) for a in o.test] for o in below]
-        metrics["train_features"] = [[round(a, 3) for a in o.train] for o in below]
-    own = [n for n in ns if n <= mt.available("seen")]
-    if mt.protocol.protocol == "leak" and own:
-        seen = mt.class_means(own, runs, stream="seen")
-        metrics |= dict(seen_n_classes=own, seen_train=[o.train for o in seen], seen_test=[o.test for o in seen])
-    mt.store.seconds += time.monotonic() - start
+        train, test, _ = mt.class_means(ns, runs, "features")
+        for name, part in (("train_features", train), ("test_features", test)):
+            metrics[name] = [[round(a, 3) for a in run] for run in part.tolist()]
     return metrics
 
-
+# %% ../../nbs/66_metatest.ipynb #d9b58faa
 def metatest(
     net,
     bank,
@@ -769,9 +730,13 @@ def metatest(
         print(banner)
     mt = MetaTest(net, bank, norm, protocol, update, seed, store=store, device=device)
     ns = points(bank.name, mt.available("test"), budget.classes)
-    if mt.update == "means":
-        return means_metrics(mt, ns, budget.runs)
-    return learning_metrics(mt, ns, budget)
+    metrics = means_metrics(mt, ns, budget.runs) if mt.update == "means" else learning_metrics(mt, ns, budget)
+    own = {n: rate for n, rate in zip(ns, metrics["rates"]) if n <= mt.available("seen")}
+    if protocol.protocol == "leak" and own:
+        measure = mt.class_means if mt.update == "means" else mt.accuracies
+        train, test, _ = measure(own, budget.runs, stream="seen")
+        metrics |= dict(seen_n_classes=list(own), seen_train=train.tolist(), seen_test=test.tolist())
+    return metrics
 
 # %% ../../nbs/66_metatest.ipynb #9e0a8ed3
 VAL_CLASSES = 50  # of a validation at most
@@ -784,11 +749,10 @@ def validate_continual(
     budget=None,
     seed=0,
     device="cpu",
-    most=VAL_CLASSES,  # classes at most
 ) -> dict:
     "The best test accuracy of two rates on a trajectory over validation classes, and the train accuracy there."
     mt = MetaTest(net, bank, norm, Protocol(), "head", seed, device=device)
-    n = min(mt.available("val"), most, budget and budget.classes or most)
+    n = min(mt.available("val"), VAL_CLASSES, budget and budget.classes or VAL_CLASSES)
     rates = pick_rates(2, "head", net.tail.unit_length)
     done = mt.outcomes("val", [(rate, 0) for rate in rates], [n], "validation")
     best = max(done.values(), key=lambda outcome: outcome.test[0])

@@ -44,11 +44,8 @@ from .loop import load_module, load_optimizer, module_tensors, optimizer_tensors
 from ..data.tasks import draw_episodes, eval_view, input_shape, normaliser, policy, train_view
 
 # %% auto #0
-__all__ = ['PEAK', 'WARMUP', 'BLOCK', 'split_rows', 'CosineClassifier', 'total_steps', 'learning_rate', 'prototype_accuracy',
-           'BankView', 'forward', 'extract', 'Batches', 'Pretrainer', 'pretrain_identity', 'backbone_file',
-           'find_backbone', 'train_backbone', 'frozen', 'check_finite', 'probe', 'module_sha', 'given_backbone',
-           'pretrained_backbone', 'FeatureBank', 'FeatureCache', 'block_features', 'fresh_features', 'feature_bank',
-           'features_from_arrays']
+__all__ = ['CosineClassifier', 'learning_rate', 'prototype_accuracy', 'Pretrainer', 'pretrain_identity', 'find_backbone',
+           'module_sha', 'pretrained_backbone', 'FeatureBank', 'FeatureCache', 'feature_bank', 'features_from_arrays']
 
 # %% ../../nbs/63_pretrain.ipynb #cc5ca579
 def split_rows(
@@ -88,7 +85,7 @@ def total_steps(
     "Steps of a whole run."
     return max(1, round(epochs * per_epoch)) + (WARMUP if schedule == "release" else 0)
 
-
+# %% ../../nbs/63_pretrain.ipynb #bf60444b
 def learning_rate(
     i,  # the step, from 0
     schedule,  # onecycle | release
@@ -292,7 +289,7 @@ def backbone_file(
     dataset = "".join(c if c.isalnum() or c in "-_" else "-" for c in identity["images"]["dataset"])
     return runs_dir() / "backbones" / f"{dataset}-{identity['backbone']}-{content_key(identity)}.safetensors"
 
-
+# %% ../../nbs/63_pretrain.ipynb #d8135b70
 def find_backbone(identity):
     "The file of a backbone trained here (`reused`), else of a shipped one (`shipped`), else None (`trained`)."
     own = backbone_file(identity)
@@ -301,7 +298,7 @@ def find_backbone(identity):
             return path, source
     return None, "trained"
 
-# %% ../../nbs/63_pretrain.ipynb #d8135b70
+# %% ../../nbs/63_pretrain.ipynb #b900e042
 def train_backbone(
     net,  # freshly made
     bank,  # its images
@@ -384,7 +381,7 @@ def probe(
     digits = 2 - math.floor(math.log10(largest)) if largest else 0
     return [round(x, digits) + 0.0 for x in numbers.tolist()]  # + 0.0: no negative zeros
 
-
+# %% ../../nbs/63_pretrain.ipynb #0b36a0bd
 def module_sha(
     module,  # any
     shape=None,  # (C, H, W) of the images that probe it (None: structure and weights say it all)
@@ -399,22 +396,6 @@ def module_sha(
 _named = weakref.WeakSet()  # backbones that `pretrained_backbone` built by name: structure and weights say it all
 
 
-def given_backbone(module, bank, device="cpu"):
-    "A copy of a user's own module as a pretrained backbone."
-    shape = BankView(bank).shape
-    net = frozen(make_backbone(copy.deepcopy(module), shape), device)
-    sha = module_sha(net, shape)
-    return net, dict(
-        backbone=type(module).__name__,
-        source="given",
-        key=sha,
-        sha=sha,
-        accuracy=None,
-        d_out=net.d_out,
-        dataset=bank.name,
-    )
-
-# %% ../../nbs/63_pretrain.ipynb #a6e19273
 def pretrained_backbone(
     bank,  # its images
     name="conv4",  # of the backbone, or a module of your own, used as it is
@@ -427,7 +408,11 @@ def pretrained_backbone(
 ) -> tuple:  # (module, info)
     "A frozen backbone and what is known about it: trained now, or found by its content key."
     if isinstance(name, nn.Module):
-        return given_backbone(name, bank, device)
+        shape = BankView(bank).shape
+        net = frozen(make_backbone(copy.deepcopy(name), shape), device)
+        sha = module_sha(net, shape)
+        info = dict(backbone=type(name).__name__, source="given", key=sha, sha=sha, accuracy=None)
+        return net, info | dict(d_out=net.d_out, dataset=bank.name)
     b = budget if isinstance(budget, Budget) else named_budget(budget, dataset=bank.name)
     identity = pretrain_identity(bank, name, b, seed, width)
     net = make_backbone(name, identity["images"]["shape"], generator=torch_rng(seed, "backbone"), width=width)
@@ -449,18 +434,6 @@ def pretrained_backbone(
     )
 
 # %% ../../nbs/63_pretrain.ipynb #1ca01af3
-def _check_array(split, a, counts):
-    "Refuse what is not float32 or has not as many rows as the classes have images."
-    if a.dtype != np.float32:
-        raise AimError(
-            f"The {split} features are {a.dtype}; give float32 ones (features.astype('float32')), narrower numbers change results."
-        )
-    if a.ndim != 3 or len(a) != sum(counts):
-        raise AimError(
-            f"The {split} features have shape {a.shape}; (images, views, d) with {sum(counts)} images is needed."
-        )
-
-
 @dataclass
 class FeatureBank:
     "Features of a frozen backbone for every image, split by split."
@@ -472,7 +445,16 @@ class FeatureBank:
 
     def __post_init__(self):
         for split, a in self.arrays.items():
-            _check_array(split, a, self.counts[split])
+            if a.dtype != np.float32:
+                raise AimError(
+                    f"The {split} features are {a.dtype}; give float32 ones (features.astype('float32')), "
+                    "narrower numbers change results."
+                )
+            n = sum(self.counts[split])
+            if a.ndim != 3 or len(a) != n:
+                raise AimError(
+                    f"The {split} features have shape {a.shape}; (images, views, d) with {n} images is needed."
+                )
 
     @property
     def d(self) -> int:
@@ -513,7 +495,7 @@ class FeatureBank:
 # %% ../../nbs/63_pretrain.ipynb #b42a7e09
 BLOCK = 128  # images at a time; part of the key, since augmentation draws are made a block at a time
 
-
+# %% ../../nbs/63_pretrain.ipynb #4010788b
 class FeatureCache:
     "Features in a folder: an array, and how many of its first rows can be trusted."
 

@@ -20,11 +20,11 @@ import torch
 from .. import __version__
 from ..config import CONTINUAL_METHODS, DATASETS, FEWSHOT_METHODS, Budget, Protocol
 from ..core import AimError, atomic_write, content_key, project_root, runs_dir
+from .loop import wants_fresh
 
 # %% auto #0
-__all__ = ['FORMAT', 'IDENTITY', 'OUTCOME', 'CIRCUMSTANCES', 'record_key', 'record_seal', 'sealed', 'code_commit', 'versions',
-           'new_record', 'check_record', 'records_dir', 'kept_dir', 'record_name', 'kept_path', 'save_record',
-           'read_record', 'field', 'read_records', 'find_record', 'keep', 'essence']
+__all__ = ['record_key', 'new_record', 'check_record', 'records_dir', 'kept_dir', 'kept_path', 'save_record', 'read_record',
+           'field', 'read_records', 'find_record', 'keep', 'essence']
 
 # %% ../../nbs/60_records.ipynb #77fd58fe
 FORMAT = 2
@@ -41,7 +41,7 @@ def record_key(
     """A hash of the identity: equal questions have equal keys."""
     return content_key({k: identity[k] for k in IDENTITY})
 
-
+# %% ../../nbs/60_records.ipynb #a770346b
 def record_seal(rec) -> str:
     "A checksum of everything in a record but the seal itself."
     text = json.dumps({k: v for k, v in rec.items() if k != "seal"}, sort_keys=True, separators=(",", ":"))
@@ -215,13 +215,13 @@ def kept_dir() -> Path:
     "Where kept records are, in folders `task/dataset`."
     return project_root() / "results"
 
-
+# %% ../../nbs/60_records.ipynb #11f5dff4
 def record_name(rec) -> str:
     "A file name that a person can read."
     name = f"{rec['task']}-{rec['dataset']}-{rec['method']}-{rec['budget']['name']}-s{rec['seed']}-{rec['key']}"
     return re.sub(r"[^\w.@+-]", "_", name) + ".json"
 
-
+# %% ../../nbs/60_records.ipynb #0345c4e5
 def kept_path(rec) -> Path:
     "Where a record goes below the folder of kept records: `task/dataset/NAME.json`."
     return Path(rec["task"]) / re.sub(r"[^\w-]", "_", rec["dataset"]) / record_name(rec)
@@ -281,9 +281,14 @@ def read_records(
     return list(found.values())
 
 
-def find_record(identity) -> dict | None:
+def find_record(
+    identity,
+    fresh=False,  # True: answer it again, so nothing is found; None: what $AIM_FRESH says
+) -> dict | None:
     "The finished run that answers this question, among the runs and, after them, the kept records."
     key = record_key(identity)
+    if wants_fresh(fresh, f"record {key}"):
+        return None
     return next((r for r in read_records(kept_dir(), records_dir()) if r["key"] == key), None)
 
 # %% ../../nbs/60_records.ipynb #b56ac2b8

@@ -71,8 +71,8 @@ def make_features(run):
 
 
 def make_record(run):
-    "Make the record or find it."
-    FUNCTIONS[run.task](**run.settings | dict(protocol=Protocol(**run.settings["protocol"])))
+    "The record of a run, made or found."
+    return FUNCTIONS[run.task](**run.settings | dict(protocol=Protocol(**run.settings["protocol"])))
 
 # %% ../../nbs/69_sweep.ipynb #2439bd7e
 def sweep_file(name) -> Path:

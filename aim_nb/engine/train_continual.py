@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from ..aim import AIM, count_parameters, random_masks
 from ..anml import ANML
 from ..backbones import check_precision
-from ..config import CONTINUAL_METHODS, PRESETS, SWITCHES, Budget, Protocol, preset, preset_size
+from ..config import CONTINUAL_METHODS, PRESETS, Budget, Protocol, preset, preset_size
 from ..config import budget as named_budget
-from ..core import AimError, check_choice, content_key, key_seed, pick_device, torch_rng
+from ..core import AimError, check_choice, content_key, key_seed, pick_device, runs_dir, torch_rng
 from ..data.banks import open_bank
 from ..data.tasks import draw_meta_batch, input_shape, normaliser, policy, train_view
-from .checkpoints import log_path, read_log, run_checkpoints, save_tensors, stack_log
+from .checkpoints import log_path, read_log, run_checkpoints, save_tensors, saved_weights, stack_log
 from aim_nb.engine.loop import (
     load_best,
     load_module,
@@ -25,31 +25,24 @@ from aim_nb.engine.loop import (
     module_tensors,
     optimizer_tensors,
     run_loop,
-    wants_fresh,
 )
 from aim_nb.engine.metatest import (
     VAL_CLASSES,
     Store,
-    banners,
     evaluating,
     mechanism_use,
     metatest,
     network_inputs,
     row_masks,
-    same_images,
-    store_path,
     validate_continual,
 )
 from .records import find_record, new_record, save_record
 from ..kernels.fastweights import anml_loss, oml_loss
 from ..oml import N_OUT, OML, reset_rows
-from ..paper import comparability
 
 # %% auto #0
-__all__ = ['METATEST', 'MILESTONES', 'LEARNS', 'relevant', 'nearest_preset', 'make_continual', 'meta_train_rows',
-           'ContinualTrainee', 'died_at', 'continual_identity', 'training_checkpoints', 'continual_budget', 'save_log',
-           'train_continual', 'size_metrics', 'run_continual', 'saved_weights', 'load_continual', 'describe_continual',
-           'read_continual']
+__all__ = ['METATEST', 'nearest_preset', 'make_continual', 'ContinualTrainee', 'died_at', 'continual_identity',
+           'training_checkpoints', 'continual_budget', 'save_log', 'train_continual', 'run_continual', 'load_continual']
 
 # %% ../../nbs/65_train_continual.ipynb #0830afb7
 _TRAIN = dict(
@@ -86,7 +79,7 @@ def relevant(
         values["metatest_rate"] = "validation"  # nothing is learnt, so there is no rate
     return Protocol(**values)
 
-
+# %% ../../nbs/65_train_continual.ipynb #867aec16
 def nearest_preset(
     dataset,
     method,
@@ -145,7 +138,7 @@ def meta_train_rows(bank, train_classes="split") -> list:
     rows = bank.class_rows("train") + bank.class_rows("val")
     return rows[:963] if bank.name == "omniglot" else rows
 
-
+# %% ../../nbs/65_train_continual.ipynb #94b99e4d
 class ContinualTrainee:
     "Meta-training of one method on one bank of images, or of feature vectors with a slow network of one's own."
 
@@ -284,11 +277,6 @@ class ContinualTrainee:
         self.log |= {f"log.{n:07d}.{k}": v for k, v in use.items()}
         return int((use["mask"] > 0).any(0).sum())
 
-    # the names by which `run_loop` still asks for them
-    tensors = state_dict
-    load = load_state_dict
-    validate = evaluate
-
 
 def died_at(history) -> int:
     "The step of the validation at which a network is known to be dead, the second in a row at which it is constant; 0 for a live one."
@@ -362,7 +350,7 @@ def save_log(record, trainee):
 # %% ../../nbs/65_train_continual.ipynb #3d5452a1
 MILESTONES = (1000, 2000, 5000, 10_000, 20_000)
 
-
+# %% ../../nbs/65_train_continual.ipynb #70245d37
 def train_continual(trainee, checkpoints, fresh=None, callbacks=(), desc="", stop_if_dead=False):
     "Meta-train to the budget's end, from where it stopped; leaves the weights to be meta-tested in place and returns the history."
     warned = False
@@ -393,7 +381,7 @@ def train_continual(trainee, checkpoints, fresh=None, callbacks=(), desc="", sto
         load_best(trainee, history, checkpoints)
     return history
 
-
+# %% ../../nbs/65_train_continual.ipynb #1f7b84fe
 def size_metrics(trainee, M, K, l) -> dict:
     "Parameters of the network, of its layer and of the whole tail; for a linear layer also those of the tail with AIM that it matches."
     net = trainee.net
@@ -411,7 +399,7 @@ def size_metrics(trainee, M, K, l) -> dict:
         metrics["parameters_tail_aim"] = count_parameters(twin.tail)
     return metrics
 
-
+# %% ../../nbs/65_train_continual.ipynb #ba00f816
 def run_continual(
     dataset="glyphs",  # omniglot | cifar100 | mini-imagenet | glyphs, or folder:PATH
     method="oml+aim",
@@ -447,7 +435,7 @@ def run_continual(
         )
     noted = others | dict(stop_if_dead=True) if stop_if_dead else others
     identity = continual_identity(dataset, method, seed, b, protocol, bank.sha, M, K, l, **noted)
-    if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)):
+    if found := find_record(identity, fresh):
         return found
 
     trainee = ContinualTrainee(bank, method, seed, b, protocol, M, K, l, device=pick_device(device), **others)
@@ -455,7 +443,7 @@ def run_continual(
     with checkpoints.lock():
         desc = f"{dataset} {method} seed {seed}"
         history = train_continual(trainee, checkpoints, fresh, callbacks, desc, stop_if_dead)
-        store = Store(store_path(content_key(identity)), trainee.net)
+        store = Store(runs_dir() / "metatest" / f"{content_key(identity)}.json", trainee.net)
         metrics = metatest(trainee.net, bank, trainee.norm, protocol, b, seed, store=store, device=trainee.device)
         metrics |= dict(val_accuracy=history.best["accuracy"], val_last=history.last["accuracy"])
         metrics |= dict(best_step=history.best_step, last_step=history.last["step"], died_at=died_at(history))
@@ -480,31 +468,13 @@ def run_continual(
     return record
 
 # %% ../../nbs/65_train_continual.ipynb #2b328c63
-def saved_weights(
-    record,  # of `run_continual`
-    which,  # best | last
-):
-    "The checkpoint with the weights of a record; those of another step are refused."
-    checkpoints = training_checkpoints(record)
-    best = check_choice("which", which, SWITCHES["weights"]) == "best"
-    step = record["metrics"]["best_step"] if best else record["history"][-1]["step"]
-    shipped = checkpoints.shipped()
-    if shipped and shipped.step == step:
-        return shipped
-    if found := checkpoints.weights(step):
-        return found
-    raise AimError(
-        f"the weights of step {step:,} of run {record['key']} are not in {checkpoints.dir}; run it again to have them."
-    )
-
-
 def load_continual(
     record,  # of `run_continual`
     data_root="",
     which="",  # best | last ("": as the record was meta-tested)
 ):
     "The network of a finished run, from its checkpoints, and its trainee."
-    saved = saved_weights(record, which or record["protocol"]["weights"])
+    saved = saved_weights(training_checkpoints(record), record, which or record["protocol"]["weights"])
     trainee = ContinualTrainee(
         open_bank(record["dataset"], data_root),
         record["method"],
@@ -515,86 +485,3 @@ def load_continual(
     )
     load_module(trainee.net, saved.tensors, "net.")
     return trainee.net.eval(), trainee
-
-# %% ../../nbs/65_train_continual.ipynb #47a35bb5
-def describe_continual(
-    dataset,
-    budget,
-    protocol,
-    n_runs,
-    M=64,
-    K=10,
-    l=2,
-    method="oml+aim",  # whose switches are named
-) -> str:
-    "The banner of a run: data, budget, switches, and whether it can be compared with the paper."
-    b = budget
-    name, changed = nearest_preset(dataset, method, protocol)
-    switches = ", ".join([f"preset {name}", *(f"{k}={v}" for k, v in changed.items())])
-    verdict = {
-        "yes": "comparable with the paper",
-        "budget": "shorter or narrower than the paper's, so not comparable with it",
-        "data": "the paper has no numbers for this dataset",
-    }[comparability("continualz", dict(dataset=dataset, method="oml", n_classes=10), b.asdict())]
-    width = "full width" if not b.width else f"{b.width} channels instead of 112"
-    classes = f"at most {b.classes} classes" if b.classes else "all classes"
-    tested = f"{_plural(b.runs, 'run')} over {classes}; rates: {b.rates}, each on {_plural(b.rate_runs, 'trajectory')}"
-    lines = [
-        f"{dataset}, budget {b.name}: {b.steps:,} meta-training steps (paper 20,000), {width}.",
-        f"Meta-test: {tested}. AIM: M={M}, K={K}, l={l}.",
-        f"Switches: {switches}. {_plural(n_runs, 'run')}, finished ones are reused; {verdict}.",
-    ]
-    return "\n".join(lines + banners(protocol, dataset))
-
-
-def _plural(n, word):
-    if n == 1:
-        return f"{n} {word}"
-    return f"{n} {word[:-1]}ies" if word.endswith("y") else f"{n} {word}s"
-
-# %% ../../nbs/65_train_continual.ipynb #5d4b8584
-LEARNS = dict(
-    head="only the output layer learns", fast="all fast weights learn", means="nothing learns: class means"
-)  # at meta-test
-
-
-def _mean_at_end(records, part="test"):
-    "The mean accuracy after the most classes."
-    return np.mean([np.mean(r["metrics"][part], 0)[-1] for r in records])
-
-
-def _method_sentence(records):
-    "A sentence on the records of one method and one kind of meta-test."
-    first = records[0]
-    metrics = first["metrics"]
-    test = _mean_at_end(records)
-    train = _mean_at_end(records, "train")
-    lost = np.mean([r["metrics"]["forgetting"] for r in records])
-    found = f"{test:.1f} % on held-out images and {train:.1f} % on the images learnt from"
-    if same_images(first["protocol"]["protocol"], first["dataset"]):
-        found = f"{test:.1f} % on the images learnt from, which are the authors' test images,"
-    age = f"the first quarter of the classes trails the last by {lost:.1f} points"
-    if lost <= 0:
-        age = f"the first quarter of the classes leads the last by {abs(lost):.1f} points"
-    return f"- **{first['method']}** ({LEARNS[metrics['update']]}): {found} after {metrics['n_classes'][-1]} classes; {age}."
-
-
-def read_continual(
-    records,  # of one dataset and budget
-) -> str:
-    "What the records say, as Markdown."
-    groups = {}
-    for r in records:
-        groups.setdefault((r["method"], r["metrics"]["update"]), []).append(r)
-    lines = [_method_sentence(group) for group in groups.values()]
-    end = {key: _mean_at_end(group) for key, group in groups.items()}
-    for (method, update), accuracy in end.items():
-        family, plus, _ = method.partition("+")
-        plain = end.get((family, "head"))
-        if plus and plain is not None:
-            lines.append(f"- {method} ({update}) minus {family}: **{accuracy - plain:+.1f}** points.")
-    chance = 100 / records[0]["metrics"]["n_classes"][-1]
-    low = [f"{method} ({update})" for (method, update), accuracy in end.items() if accuracy < 2 * chance]
-    if low:
-        lines.append(f"- At chance level ({chance:.1f} %): {', '.join(low)}. Check the learning curves first.")
-    return "\n".join(lines)

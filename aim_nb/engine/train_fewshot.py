@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from ..aim import AIM, Identity, check_sizes, check_soft, count_parameters, linear_twin, random_masks
 from ..data.banks import open_bank
-from .checkpoints import log_path, read_log, run_checkpoints, save_tensors, stack_log
-from ..core import AimError, check_choice, content_key, key_seed, pick_device, threads, torch_rng
+from .checkpoints import log_path, read_log, run_checkpoints, save_tensors, saved_weights, stack_log
+from ..core import AimError, check_choice, key_seed, pick_device, threads, torch_rng
 from ..config import Budget, FEWSHOT_METHODS, Protocol
 from ..config import budget as named_budget
 from .evaluate import evaluate, pack_hits
 from ..kernels.episodes import fast_training_step
-from .loop import load_best, load_module, module_tensors, run_loop, wants_fresh
+from .loop import load_best, load_module, module_tensors, run_loop
 from ..paper import hyperparameters as hyper
 from .pretrain import feature_bank, features_from_arrays, pretrained_backbone
 from .records import find_record, new_record, save_record
@@ -25,9 +25,8 @@ from ..sib import SIBHead, class_labels
 from ..data.tasks import draw_episodes
 
 # %% auto #0
-__all__ = ['Rates', 'paper_rates', 'EpisodeFeed', 'fixed_episodes', 'image_masks', 'FewshotTrainee', 'up_to_date',
-           'fewshot_width', 'make_layer', 'FewshotResult', 'score_last_and_best', 'model_metrics', 'train_fewshot',
-           'relevant', 'fewshot_identity', 'training_checkpoints', 'run_fewshot', 'load_fewshot']
+__all__ = ['Rates', 'paper_rates', 'fixed_episodes', 'FewshotTrainee', 'make_layer', 'FewshotResult', 'train_fewshot',
+           'fewshot_identity', 'run_fewshot', 'load_fewshot']
 
 # %% ../../nbs/64_train_fewshot.ipynb #709d294b
 class Rates(NamedTuple):
@@ -85,7 +84,7 @@ def fixed_episodes(features, split, n, n_way=5, n_shot=1, n_query=15):
     shape = dict(n_way=n_way, n_shot=n_shot, n_query=n_query)
     return draw_episodes(features.class_rows(split), 0, range(n), stream=split, **shape)
 
-
+# %% ../../nbs/64_train_fewshot.ipynb #15bc2368
 def image_masks(layer, features, split, seed=0, device="cpu"):
     "The masks (images, M) of a split's images for a layer with `mask='random'`, else None: the layer chooses."
     if getattr(layer, "mask", "attended") != "random":
@@ -93,7 +92,7 @@ def image_masks(layer, features, split, seed=0, device="cpu"):
     n = sum(features.counts[check_choice("split", split, features.splits)])
     return random_masks(n, layer.M, layer.K, key_seed("mask", seed, split)).to(device)
 
-
+# %% ../../nbs/64_train_fewshot.ipynb #e8f0816a
 class FewshotTrainee:
     "SIB, SIB + Linear or SIB + AIM in training on the features of a frozen backbone."
 
@@ -237,16 +236,7 @@ class FewshotTrainee:
         for i in range(first, first + count):  # version 0.1 saved the state at the start of a block of episodes
             self.step(i)
 
-    def validate(self, n):  # until the loop calls `evaluate`, `state_dict`, `load_state_dict`
-        return self.evaluate(n)
-
-    def tensors(self):
-        return self.state_dict()
-
-    def load(self, tensors):
-        self.load_state_dict(tensors)
-
-
+# %% ../../nbs/64_train_fewshot.ipynb #c4999641
 def up_to_date(tensors) -> dict:
     "The tensors of a checkpoint; version 0.1 held h and W_Q as coordinates in the basis of W_Q's columns and h."
     if "frame.0" not in tensors:
@@ -261,7 +251,7 @@ def fewshot_width(d_in) -> int:
     "AIM's output width in the paper: 400 for Conv-4-64 on 32-pixel images (256 features), 800 for anything wider."
     return 400 if d_in <= 256 else 800
 
-
+# %% ../../nbs/64_train_fewshot.ipynb #6eac30cc
 def make_layer(method, d_in, d_out=0, M=32, K=8, l=2, protocol=Protocol(), seed=0):
     "The layer between backbone and head: nothing, one linear map, or AIM."
     check_choice("method", method, FEWSHOT_METHODS)
@@ -295,7 +285,7 @@ class FewshotResult(NamedTuple):
     metrics: dict
     log: dict  # step (T,), score and mask (T, classes, M), used (M,)
 
-
+# %% ../../nbs/64_train_fewshot.ipynb #2b76ce81
 def score_last_and_best(trainee, history, checkpoints, episodes, decision=None) -> dict:
     "Test the last and the best weights; leaves the best ones in place."
     last = trainee.score("test", episodes, decision)
@@ -391,7 +381,7 @@ def relevant(method, protocol) -> Protocol:
     "The protocol with every switch that this method does not have at its default."
     return Protocol(**{k: getattr(protocol, k) for k in _MATTERS[method.split("+")[-1]]})
 
-
+# %% ../../nbs/64_train_fewshot.ipynb #07a31986
 def fewshot_identity(dataset, method, seed, budget, protocol, data_sha, backbone, M, K, l, **others) -> dict:
     "The question that a run answers."
     if protocol.decision == "soft" or protocol.mask != "attended":
@@ -451,7 +441,7 @@ def run_fewshot(
     name = backbone if pretrained is None else f"own-{pretrained[1]['sha']}"
     others = dict(n_shot=n_shot, n_way=n_way, n_query=n_query, backbone_seed=backbone_seed, d_out=d_out, views=b.views)
     identity = fewshot_identity(dataset, method, seed, b, protocol, bank.sha, name, M, K, l, **others)
-    if not wants_fresh(fresh, "record " + content_key(identity)) and (found := find_record(identity)):
+    if found := find_record(identity, fresh):
         return found
 
     net, info = pretrained or pretrained_backbone(bank, backbone, b, seed=backbone_seed, device=device)
@@ -505,12 +495,7 @@ def load_fewshot(
 ) -> tuple:
     "Layer and head of a finished run, from its checkpoints."
     q, m, protocol = record["parameters"], record["metrics"], Protocol(**record["protocol"])
-    ck = training_checkpoints(record)
-    best = check_choice("which", which, ("best", "last")) == "best"
-    step = m["best_step"] if best else record["history"][-1]["step"]
-    saved = ck.weights(step) or ck.shipped()
-    if saved is None or saved.step != step:
-        raise AimError(f"the weights of run {record['key']} are not under {ck.dir}; run it again to have them.")
+    saved = saved_weights(training_checkpoints(record), record, which)
     layer = make_layer(record["method"], m["d_in"], q["d_out"], q.get("M", 32), q.get("K", 8), q.get("l", 0), protocol)
     head = SIBHead(layer.d_out, q["n_way"], protocol.sib_steps)
     for module, prefix in ((layer, "layer."), (head, "head.")):

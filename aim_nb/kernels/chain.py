@@ -7,10 +7,43 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 import torch
-from ..aim import Attention
+import torch.nn.functional as F
+from ..aim import Attention, can_group, chosen_pairs
 
 # %% auto #0
-__all__ = ['Factors', 'gradient_factors']
+__all__ = ['attention_gradients', 'mix_gradients', 'Factors', 'gradient_factors']
+
+# %% ../../nbs/50_chain.ipynb #9e3521b8
+def attention_gradients(
+    aim,
+    k,  # (..., n, d_k) keys
+    q,  # (..., M, d_k) queries
+    score,  # (..., n, M) and
+    slopes,  # (..., n, M) dL/d(score), zero where idle
+) -> tuple:
+    "The gradients with respect to the keys, (..., n, d_k), and to the queries, (..., M, d_k)."
+    ds = slopes / math.sqrt(aim.d_k)
+    if aim.gate == "sigmoid":
+        ds = ds * score * (1 - score)
+    return ds @ q, ds.mT @ k
+
+
+@torch.no_grad()
+def mix_gradients(
+    z,  # (B, D)
+    W,  # (M, D, V)
+    w,  # (B, M) weights
+    g,  # (B, V) gradient with respect to `mix(z, W, w, mask)`
+    mask,  # (B, M) bool
+) -> tuple:
+    "The gradients with respect to z, (B, D), and to w, (B, M), which is zero where the mechanism is idle."
+    if not can_group(g, W, w):
+        back = torch.einsum("bv,mdv->bmd", g, W)
+        return torch.einsum("bm,bmd->bd", w * mask, back), torch.einsum("bmd,bd->bm", back, z) * mask
+    rows, mech, ends = chosen_pairs(mask)
+    back = F.grouped_mm(g[rows], W.mT, offs=ends)
+    dz = torch.zeros_like(z).index_add(0, rows, back * w[rows, mech, None])
+    return dz, torch.zeros_like(w).index_put((rows, mech), (back * z[rows]).sum(1))
 
 # %% ../../nbs/50_chain.ipynb #69507c38
 class Factors(NamedTuple):
@@ -60,7 +93,4 @@ def gradient_factors(
 ) -> Factors:
     "The gradients of all of AIM's parameters."
     a, mask = attention
-    ds = torch.where(mask, slopes, 0.0) / math.sqrt(aim.d_k)
-    if aim.gate == "sigmoid":
-        ds = ds * a * (1 - a)
-    return Factors(z, a * mask, g, ds @ q, ds.mT @ k)
+    return Factors(z, a * mask, g, *attention_gradients(aim, k, q, a, torch.where(mask, slopes, 0.0)))

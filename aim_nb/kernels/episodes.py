@@ -12,9 +12,8 @@ from ..sib import AIM_UPDATES, class_average, class_labels, training_step
 from ..core import AimError, check_choice
 
 # %% auto #0
-__all__ = ['EPISODES', 'TESTS', 'mechanism_products', 'refine', 'episode_logits', 'IdentityEpisode', 'LinearEpisode',
-           'AIMEpisode', 'subtract_by_mechanism_', 'fast_training_step', 'ProductTable', 'support_gradient',
-           'IdentityTest', 'LinearTest', 'AIMTest', 'episode_tester']
+__all__ = ['mechanism_products', 'refine', 'episode_logits', 'IdentityEpisode', 'LinearEpisode', 'AIMEpisode',
+           'fast_training_step', 'ProductTable', 'IdentityTest', 'LinearTest', 'AIMTest', 'episode_tester']
 
 # %% ../../nbs/50_episodes.ipynb #c83ee0b3
 def mechanism_products(z, W, mask) -> tuple:
@@ -178,7 +177,7 @@ class AIMEpisode(IdentityEpisode):
         W_Q.baddbmm_(torch.stack(states, 2), torch.stack([s.dq for s in steps], 1), alpha=-1)
         h.copy_(self.h if keep else h).sub_(dh)
 
-
+# %% ../../nbs/50_episodes.ipynb #1c60c0f3
 def subtract_by_mechanism_(W, z, w, g):
     "W_m -= z^T diag(w_m) g, in place, for the mechanisms in use: those with a weight in w (n, M) that is not zero."
     mask = w != 0
@@ -192,7 +191,7 @@ def subtract_by_mechanism_(W, z, w, g):
 # %% ../../nbs/50_episodes.ipynb #bfdb2630
 EPISODES = {Identity: IdentityEpisode, LinearTwin: LinearEpisode, AIM: AIMEpisode}
 
-
+# %% ../../nbs/50_episodes.ipynb #ee378496
 def fast_training_step(
     layer,
     head,
@@ -286,7 +285,7 @@ def support_gradient(head, out):
         loss = F.cross_entropy(logits.mT, labels, reduction="none").mean(1).sum()
         return torch.autograd.grad(loss, out)[0]
 
-
+# %% ../../nbs/50_episodes.ipynb #872e8017
 class IdentityTest:
     "Test episodes without a layer."
 
@@ -382,10 +381,10 @@ class AIMTest(IdentityTest):
             y = step.output(y, attention.score * attention.mask, gram)
         return episode_logits(self.head, unit(y)[0] if self.layer.gate == "raw" else y, self.n), attention
 
-
+# %% ../../nbs/50_episodes.ipynb #d14cf269
 TESTS = {Identity: IdentityTest, LinearTwin: LinearTest, AIM: AIMTest}
 
-
+# %% ../../nbs/50_episodes.ipynb #d814fa25
 def episode_tester(layer, head, features, n_support, lr=3e-3, **more) -> IdentityTest:
     "What answers test episodes of this kind of layer: rows (E, n + q) -> logits (E, q, n_way) and attention; use it without autograd."
     if type(layer) not in TESTS:

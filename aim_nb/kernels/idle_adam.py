@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch.optim.adam import adam as torch_adam
 from ..aim import AIM, LinearTwin, mix, unit, unit_grad
 from ..core import check_choice
-from .fastweights import FastP, FastTail, attention_grads, logit_gradient
+from .chain import attention_gradients
+from .fastweights import FastP, FastTail, logit_gradient
 
 # %% auto #0
-__all__ = ['BETA1', 'BETA2', 'EPS', 'idle_measure', 'gauss_rule', 'catch_up', 'AdamTensors', 'AdamLinear', 'AdamAIM', 'AdamTail',
-           'AdamP']
+__all__ = ['gauss_rule', 'catch_up', 'AdamAIM', 'AdamTail', 'AdamP']
 
 # %% ../../nbs/52_idle_adam.ipynb #1d62ba35
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
@@ -30,7 +30,7 @@ def idle_measure(
     c = np.sqrt(1 - BETA2 ** (t + j)) / BETA2 ** (j / 2)
     return c, BETA1**j * c / (1 - BETA1 ** (t + j))
 
-
+# %% ../../nbs/52_idle_adam.ipynb #4979df02
 @functools.lru_cache(200_000)
 def gauss_rule(t, s, nodes=3) -> tuple:
     "Places and weights of the Gauss rule of that measure, by Lanczos: eigenvalues of the tridiagonal matrix T."
@@ -209,7 +209,7 @@ class AdamAIM:
             g = unit_grad(g, self.y, self.length)
         gradients, values = self.tensors.gradients, self.tensors.values
         dscore = self.products @ g
-        dk, dq = attention_grads(self.aim, self.k[None], self.q[self.active], self.a[None], dscore[None])
+        dk, dq = attention_gradients(self.aim, self.k[None], self.q[self.active], self.a[None], dscore[None])
         for name in ("aim.h", "aim.W_Q"):
             gradients[name][self.with_gradient] = 0.0
         gradients["aim.h"][self.active] = torch.bmm(values["aim.W_Q"][self.active], dq[:, :, None])[:, :, 0]

@@ -14,8 +14,9 @@ from ..paper import hyperparameters, paper_table
 from .schema import METHODS, METRICS, SETTING, episode_accuracies, good_records, paper_frame, records_table
 
 # %% auto #0
-__all__ = ['COMPARED', 'COORDINATES', 'TABLE_NAMES', 'MAY_MOVE', 'summarise', 'differences', 'select', 'Verdict', 'verdict',
-           'comparison', 'as_preset', 'main_rows', 'coverage', 'banner', 'gains', 'gain_sentences']
+__all__ = ['COMPARED', 'COORDINATES', 'TABLE_NAMES', 'MAY_MOVE', 'NUMBER_NAMES', 'summarise', 'differences', 'select', 'Verdict',
+           'verdict', 'comparison', 'as_preset', 'main_rows', 'coverage', 'banner', 'gains', 'gain_sentences',
+           'number_rows', 'read_activation']
 
 # %% ../../nbs/71_compare.ipynb #f4dbb3d1
 def summarise(
@@ -188,6 +189,7 @@ def _row_verdict(row, spread, datasets) -> Verdict:
 # %% ../../nbs/71_compare.ipynb #5fc98402
 MAY_MOVE = {
     "norm",
+    "trajectories",
     "precision",
     "weights",
 }  # switches that may differ from the preset, alike on both sides of a comparison
@@ -304,3 +306,38 @@ def gain_sentences(records) -> str:
                 f"- **{row['n_shot']}-shot:** SIB+AIM {said} {name} ({number}, {row['steps']:,} steps, {seeds})."
             )
     return "\n".join(lines) or "- No SIB+AIM was run with a method to compare it with."
+
+# %% ../../nbs/71_compare.ipynb #7db349fb
+NUMBER_NAMES = {
+    "use_entropy": "entropy of use, nats",
+    "shared_mechanisms": "mechanisms shared by all classes",
+    "sparse_mechanisms": "mechanisms of fewer than a quarter of the classes",
+    "dead_mechanisms": "mechanisms never used",
+    "class_overlap": "overlap of two classes",
+    "attention_gap": "gap between rank K and K+1 (slow weights)",
+    "attention_roughness": "roughness of the weights over training",
+}
+
+
+def number_rows(
+    act,  # an activation record
+) -> list:
+    "Its numbers before training and at the end, with their names."
+    m = act["metrics"]
+    return [dict(number=name, start=m.get(f"{k}_start"), end=m[k]) for k, name in NUMBER_NAMES.items() if k in m]
+
+
+def read_activation(act) -> str:
+    "What an activation record says, as one Markdown item."
+    m = act["metrics"]
+    start, end = np.exp(m["use_entropy_start"]), np.exp(m["use_entropy"])
+    moved = "more concentrated" if end < start else "no more concentrated"
+    text = (
+        f"- Of {m['M']} mechanisms, {m['shared_mechanisms']} shared by all classes, {m['sparse_mechanisms']} serving "
+        f"fewer than a quarter of them, {m['dead_mechanisms']} never used. A class uses as many as {end:.1f}, {moved} "
+        f"than before training ({start:.1f}); two classes have {m['class_overlap']:.0%} in common."
+    )
+    if "attention_gap" in m:
+        text += f" The weight at rank {m['K']} is {m['attention_gap']:.3f} above the next one"
+        text += f", before training {m['attention_gap_start']:.3f}."
+    return text

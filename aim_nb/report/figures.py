@@ -16,15 +16,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from ..core import AimError, atomic_write, runs_dir
-from ..paper import bands, hyperparameters
+from ..paper import bands, hyperparameters, paper_labels
 from .compare import COORDINATES, as_preset, comparison, main_rows, select
 from .schema import METHODS, good_records, method_label, paper_frame, records_table
 
 # %% auto #0
 __all__ = ['CARD', 'INK', 'FAINT', 'METHOD_STYLE', 'CYCLE', 'RC', 'styled', 'figure_name', 'save_fig', 'fewshot_figure',
            'learning_curves', 'classes_figure', 'same_training', 'length_figure', 'forgetting_figure',
-           'ablation_figure', 'swept', 'mask_figure', 'overlap_figure', 'mask_animation', 'attention_figure',
-           'look_figure', 'all_figures']
+           'ablation_figure', 'swept', 'mask_figure', 'overlap_figure', 'mask_name', 'mask_animation',
+           'attention_figure', 'look_figure', 'all_figures']
 
 # %% ../../nbs/74_figures.ipynb #843f064a
 CARD, INK, FAINT = "#fbfbf9", "#222222", "#c9c9c4"
@@ -541,6 +541,23 @@ def overlap_figure(
     ax.set(xticks=[], xlabel="class, same order", ylabel="class")
     return fig
 
+# %% ../../nbs/74_figures.ipynb #35d23f00
+def mask_name(
+    dataset,
+    backbone="",  # few-shot: conv4 | wrn-28-10
+    n_shot=0,  # few-shot
+) -> str:
+    "The file name of a mask figure: `mask-cifarfs_1shot_conv`, `mask-glyphs_1shot_conv`, `mask-cont_omni`."
+    setting = f"{n_shot}shot" if n_shot else "cont"
+    for row in paper_labels():
+        name = row["label"].removeprefix("fig:")
+        if name.startswith("mask-") and dataset in row["datasets"] and setting in name:
+            if not n_shot or backbone in row["backbones"]:
+                return name
+    name = re.sub(r"[^\w-]+", "_", dataset)
+    short = {"conv4": "conv", "wrn-28-10": "wrn"}.get(backbone, backbone)
+    return f"mask-{name}_{n_shot}shot_{short}" if n_shot else f"mask-cont_{name}"
+
 # %% ../../nbs/74_figures.ipynb #fbb7ff1a
 def mask_animation(
     steps,  # (T,) training steps
@@ -665,7 +682,7 @@ def _fewshot_masks(dataset, runs, activation) -> dict:
         metrics = r["metrics"]
         names = [activation.short_name(c) for c in metrics["classes"]]
         title = f"{dataset}, {n_shot}-shot, {backbone}, {metrics['steps'][-1]:,} steps"
-        figures[activation.mask_name(dataset, backbone, n_shot)] = mask_figure(activation.first_last(r), names, title)
+        figures[mask_name(dataset, backbone, n_shot)] = mask_figure(activation.first_last(r), names, title)
         if n_shot == 1 and backbone == "conv4":
             last = activation.unpack(metrics["last"])
             figures[figure_name("fig:activation", dataset)] = mask_figure({title: last}, names)
@@ -694,7 +711,7 @@ def _continual_masks(dataset, runs, activation) -> dict:
     masks = {title: activation.unpack(r["metrics"]["test"]) for title, r in zip(titles, runs)}
     return {
         figure_name("fig:activation", dataset) + "_continual": last,
-        activation.mask_name(dataset): mask_figure(masks, tested, dataset, _moved_note(table)),
+        mask_name(dataset): mask_figure(masks, tested, dataset, _moved_note(table)),
     }
 
 
