@@ -8,7 +8,7 @@ from aim_nb.data.banks import open_bank
 from aim_nb.config import Protocol, budget, preset_size
 from aim_nb.engine.metatest import AUTHORS_RATES, POINTS
 from aim_nb.oml import make_tail
-from aim_nb.paper import hyper
+from aim_nb.paper import hyperparameters
 from aim_nb.engine.pretrain import PEAK
 from aim_nb.sib import SIBHead
 from aim_nb.engine.train_continual import ContinualTrainee, make_continual, run_continual
@@ -26,7 +26,7 @@ def default(fn, name):
 
 
 def number(task, name, source="paper"):
-    return hyper(task, source)[name].value
+    return hyperparameters(task, source)[name].value
 
 
 @pytest.mark.parametrize("fn", [AIM, train_fewshot, run_fewshot])

@@ -20,10 +20,10 @@ from .files import ARRAYS, PARTS, Bank, file_errors, load_bank, write_bank
 from .sources import FORMS, READERS, fetch, find_source, folder_pictures, read_folder
 
 # %% auto #0
-__all__ = ['bank_dir', 'prepare_bank', 'open_bank', 'check_bank', 'list_banks']
+__all__ = ['HOW_TO_OBTAIN', 'bank_dir', 'prepare_bank', 'open_bank', 'check_bank', 'list_banks']
 
 # %% ../../nbs/05_banks.ipynb #e9ec3888
-_HOW_TO_OBTAIN = {
+HOW_TO_OBTAIN = {
     "omniglot": "`aim-nb data prepare omniglot` downloads it (16 MB)",
     "cifar100": "`aim-nb data prepare cifar100` downloads it (170 MB)",
     "cifar-fs": "`aim-nb data prepare cifar-fs` downloads CIFAR-100 (170 MB)",
@@ -54,7 +54,7 @@ def _missing(name, root, why=""):
     "The error for a dataset that is not there: what was looked for, where, and the ways to get it."
     forms = "; or ".join(f"{form}: {files}" for form, files in FORMS[name].items())
     return AimError(
-        f"Dataset {name!r} is not below {root}{why}. Looked for {forms}. {_HOW_TO_OBTAIN[name]}, "
+        f"Dataset {name!r} is not below {root}{why}. Looked for {forms}. {HOW_TO_OBTAIN[name]}, "
         "AIM_DATA names another root, and `-p dataset glyphs` needs no download."
     )
 
