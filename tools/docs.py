@@ -2,11 +2,11 @@
 
 Both render the same pages (nbdev's processed notebooks) with the same navigation (`sections`)."""
 
-import argparse, dataclasses, importlib, inspect, re, shutil, subprocess, sys, tempfile
+import argparse, dataclasses, functools, importlib, inspect, pkgutil, re, shutil, subprocess, sys, tempfile
 from configparser import ConfigParser
 from itertools import groupby
 from pathlib import Path
-import nbformat, sphinx_api, yaml
+import aim_nb, nbformat, sphinx_api, yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the API of this tree, whatever is installed
@@ -111,10 +111,22 @@ def directives(source):
 PM = "\u00a0±\u00a0"  # a number and its interval stay on one line
 
 
+@functools.cache
+def public_names():
+    "page#name of every name that a module exports; only these have an entry on their page."
+    modules = [m.name for m in pkgutil.walk_packages(aim_nb.__path__, "aim_nb.") if not m.ispkg]
+    exported = {m: getattr(importlib.import_module(m), "__all__", []) for m in modules}
+    return {f"{m.rpartition('.')[2]}#{name}" for m, names in exported.items() for name in names}
+
+
 def relink(text):
     "Links between pages as this renderer needs them: our own absolute and notebook addresses become pages of this site."
+
+    def keep_public(m):
+        return m[0] if f"{m[2]}#{m[3]}" in public_names() else m[1]
+
     text = text.replace(" ± ", PM)
-    text = re.sub(r"\[([^\]]*)\]\(" + re.escape(SITE) + r"/[\w-]+\.html#_\w+\)", r"\1", text)  # private: no entry
+    text = re.sub(r"\[([^\]]*)\]\(" + re.escape(SITE) + r"/([\w-]+)\.html#(\w+)[\w.]*\)", keep_public, text)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html#([\w.]+)", lambda m: f"{m[1]}.html#sym-{m[2].lower()}", text)
     text = re.sub(re.escape(SITE) + r"/([\w-]+)\.html", r"\1.html", text)
     text = re.sub(

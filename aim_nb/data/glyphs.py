@@ -211,6 +211,7 @@ def build_glyphs(
     bar=True,  # show a progress bar
 ) -> dict:
     "Images, labels, image split, class names and class splits of the glyphs dataset."
+    face_paths()  # before anything is shown
     classes = glyph_classes()
     glyphs = [g for members in classes.values() for g in members]
     images = np.stack([draw_class(g, seed) for g in progress(glyphs, desc="glyphs", leave=False, disable=not bar)])
