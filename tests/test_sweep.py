@@ -60,7 +60,7 @@ def keys_asked_by(stem, changes, monkeypatch):
     "The keys of the records that a notebook's own cells look for, up to the moment where they would be made."
     asked = []
 
-    def found(identity):
+    def found(identity, fresh=None):
         asked.append(record_key(identity))
         return {**identity, "key": asked[-1], "metrics": {}}
 
@@ -122,7 +122,7 @@ def identity_of(run, monkeypatch):
     "The identity of the record that `run_continual` looks for, without images."
     asked = []
 
-    def stop(identity):
+    def stop(identity, fresh=None):
         asked.append(identity)
         raise Asked
 
